@@ -1,0 +1,46 @@
+# Every command of this project; `make` alone lists them. Each sets up what it needs.
+#   make PYTHON=python3.12 ...   another Python     make VENV=folder ...   another environment
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+MODEL ?=
+BIN := $(VENV)/bin
+# mypy and import-linter do not see through an editable install, so they read the three rooms
+# under their import names from links.
+ROOMS := build/rooms
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-gpu lint docs clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup:  ## make the environment; quick when it is already there
+	@test -n "$(PYTHON)" || { echo "setup: error: no python3.11 and no python3 found; install one or use make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) tools/setup.py --venv $(VENV)
+
+demo: setup  ## serve a small model in 16 and 4 bits and compare; MODEL=owner/name for another
+	@$(BIN)/python -m demo.run $(MODEL)
+
+test: lint  ## everything: lint, types, import layers, generated docs, all tests
+	@$(BIN)/pytest -n 2 --dist loadgroup
+
+test-fast: setup  ## the tests that start no engine
+	@$(BIN)/pytest -n 2 -m "not engine and not gpu"
+
+test-gpu: setup  ## the tests that need a GPU
+	@$(BIN)/pytest tests/gpu
+
+lint: setup  ## code style, types, import layers, generated docs
+	@echo "lint: ruff" && $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@mkdir -p $(ROOMS) && for room in oot_quant:oot_quant backends:oot_quant_backends cli:oot_quant_cli; do \
+		ln -sfn "$(CURDIR)/$${room%%:*}" "$(ROOMS)/$${room##*:}"; done
+	@echo "lint: mypy, minutes when its cache is cold" && MYPYPATH=$(ROOMS) $(BIN)/mypy
+	@echo "lint: import layers" && PYTHONPATH=$(ROOMS) $(BIN)/lint-imports
+	@echo "lint: generated docs" && $(BIN)/cog --check README.md docs/*.md
+
+docs: setup  ## write the generated parts of README.md and docs/ anew
+	@$(BIN)/cog -r README.md docs/*.md
+
+clean:  ## remove the environment, the models and all caches
+	rm -rf $(VENV) build models .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
