@@ -85,7 +85,7 @@ class BackendManager:
             fix="run: oot-quant list",
         )
 
-    def call(self, method: str, hook: str, **arguments: Any) -> Any:
+    def call(self, method: str, hook: str, /, **arguments: Any) -> Any:
         """Call an addressed hook of the backend that serves ``method``, and of no other.
 
         Returns what the backend returned; None if it does not implement the hook. Raises

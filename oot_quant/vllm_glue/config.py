@@ -1,0 +1,209 @@
+"""The configuration class that every backend derives its own from.
+
+vLLM makes one for each engine: ``from_config`` with the model's quantization section (or
+nothing), ``maybe_update_config`` in the front end before anything is built, then
+``get_quant_method`` for every layer on every rank. This class reads the checkpoint's headers,
+keeps the formats found there under vLLM's module names and asks the backend's hooks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+
+from oot_quant.checkpoint import Checkpoint, read_checkpoint
+from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
+from oot_quant.manager import backends
+from oot_quant.types import LinearRequest, MoeRequest
+from oot_quant.vllm_glue.rivals import refuse_rivals
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = init_logger("vllm.oot_quant")
+
+
+class PluginConfig(QuantizationConfig):  # type: ignore[misc]
+    """Base of a backend's config. A subclass sets ``method`` and reads its options.
+
+    ``formats`` maps vLLM's module names to the backend's format objects; ``prequantized``
+    tells whether the checkpoint holds any, which is decided by its tensors where their
+    headers can be read and by the presence of a quantization section otherwise.
+    """
+
+    method: ClassVar[str]
+    min_capability: ClassVar[int] = 60
+    """Oldest CUDA compute capability, times ten."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.options = dict(options or {})
+        self.formats: dict[str, object] = {}
+        self.prequantized = bool(options)
+        self._modules: set[str] = set()
+        self._seen: dict[str, set[bool]] = {}
+        self._unresolved: dict[str, str] = {}
+
+    # ------------------------------------------------ what a backend overrides
+
+    def check(self, checkpoint: Checkpoint | None) -> None:
+        """Compare the options with what was found; called once, before a model is built.
+
+        Raises OotQuantError: this is where an impossible request has to stop.
+        """
+
+    # ------------------------------------------------ vLLM's interface
+
+    def get_name(self) -> str:
+        return self.method
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return cls.min_capability
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim a section of options that names no method, if the user names ours.
+
+        vLLM asks every registered class for every quantized model, so this never raises.
+        """
+        named = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
+        return cls.method if user_quant == cls.method and not named else None
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Read the checkpoint's headers and settle what is quantized, and how."""
+        refuse_rivals(self.method)
+        checkpoint = _read(model_name, revision)
+        found = None
+        if checkpoint is not None:
+            found = backends().call(
+                self.method, "oot_quant_read_formats", checkpoint=checkpoint
+            )
+        if found is not None and checkpoint is not None:
+            self.formats = dict(found)
+            self.prequantized = bool(found)
+            self._modules = set(_modules(checkpoint.tensors))
+        self.check(checkpoint)
+        if hf_config is not None:
+            # vLLM keys its compile cache by the model's config, not by what this class
+            # found in the tensors; without this a re-quantized folder runs a stale graph.
+            hf_config.oot_quant_fingerprint = self.fingerprint()
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Rename modules to where vLLM's model class puts them."""
+        self.formats = dict(_renamed(hf_to_vllm_mapper, self.formats.items()))
+        self._modules = {name for name, _ in _renamed(hf_to_vllm_mapper, _keyed(self._modules))}
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        rules = backends().call(self.method, "oot_quant_weight_names", method=self.method) or ()
+        suffixes = {rule.stored_suffix: rule.parameter_suffix for rule in rules}
+        return WeightsMapper(orig_to_new_suffix=suffixes)
+
+    if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
+        # vLLM 0.28 and 0.29 merge only the KV-cache mapper into the stream of weights.
+        def get_cache_scale_mapper(self) -> WeightsMapper:
+            return QuantizationConfig.get_cache_scale_mapper() | self.get_checkpoint_weight_mapper()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method for a layer; None leaves what is not ours to vLLM."""
+        if isinstance(layer, LinearBase):
+            members = self.members(prefix)
+            self._check_stored(prefix, members)
+            linear = LinearRequest(self, layer, prefix, members)
+            method = backends().call(self.method, "oot_quant_linear_method", request=linear)
+            return UnquantizedLinearMethod() if method is None else method
+        if isinstance(layer, RoutedExperts):
+            experts = MoeRequest(self, layer, prefix)
+            return backends().call(self.method, "oot_quant_moe_method", request=experts)
+        if isinstance(layer, VocabParallelEmbedding) and prefix in self.formats:
+            raise UnsupportedFormat(
+                "a quantized embedding or output head is not supported yet",
+                where=prefix,
+                needed="this module in 16 bit",
+                fix="use a checkpoint of this model that skips it (lm_head, embed_tokens)",
+            )
+        return None
+
+    # ------------------------------------------------ for backends
+
+    def members(self, prefix: str) -> tuple[str, ...]:
+        """Names of the matrices that a layer merges; just its own for a plain layer."""
+        parent, dot, name = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(name, [name])
+        return tuple(f"{parent}{dot}{part}" for part in parts)
+
+    def fingerprint(self) -> str:
+        """A digest of everything that shapes the compiled model."""
+        stored = sorted((name, repr(value)) for name, value in self.formats.items())
+        options = sorted((name, repr(value)) for name, value in self.options.items())
+        return hashlib.sha256(repr((self.method, stored, options)).encode()).hexdigest()
+
+    def _check_stored(self, prefix: str, members: tuple[str, ...]) -> None:
+        """Raise if a layer has no stored weight although the same layer elsewhere has one."""
+        if not self._modules:
+            return
+        stored = any(name in self._modules for name in (prefix, *members))
+        kind = re.sub(r"\d+", "*", prefix)
+        self._seen.setdefault(kind, set()).add(stored)
+        if not stored:
+            self._unresolved.setdefault(kind, prefix)
+        if self._seen[kind] == {True, False}:
+            raise CheckpointIncomplete(
+                "the checkpoint has no weight for a layer",
+                where=self._unresolved[kind],
+                needed=", ".join(f"{name}.weight" for name in members),
+                fix="download or save the checkpoint again",
+            )
+
+
+def _read(model: str, revision: str | None) -> Checkpoint | None:
+    """The checkpoint's headers; None for a store that only vLLM's loaders can reach."""
+    return None if "://" in model else read_checkpoint(model, revision)
+
+
+def _modules(names: Iterable[str]) -> Iterable[str]:
+    for name in names:
+        module, found, _ = name.partition(".weight")
+        if found:
+            yield module
+
+
+def _keyed(names: Iterable[str]) -> Iterable[tuple[str, None]]:
+    return ((name, None) for name in names)
+
+
+def _renamed(mapper: WeightsMapper, items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    """Module names as the mapper would rename their weight; those that it drops are left out."""
+    rename = getattr(mapper, "map_name", None) or mapper._map_name
+    for name, value in items:
+        new = rename(f"{name}.weight")
+        if new is not None:
+            yield new.removesuffix(".weight"), value

@@ -1,0 +1,232 @@
+"""Shard rules become parameters of a vLLM layer, and stored tensors find their place in them.
+
+A packed weight is kept as a matrix with one line of stored items for each row, so vLLM's own
+parameter class and its own column, row, merged and QKV slicing apply. The loader of such a
+parameter brings a flat stored tensor into that form, whatever its order of arrival, and
+checks its size against the layer first.
+
+Two rules of vLLM's weight reloading bind a loader: its first argument is called ``param``,
+and it must not hold its layer, or a deleted model would never be freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
+
+from oot_quant.errors import CheckpointIncomplete, WeightMismatch
+from oot_quant.sharding import granule, is_plain_view, items_per_row, stored_items
+from oot_quant.types import ParameterRule, PerMatrix, Runs
+
+ShardId = int | str | tuple[int, ...] | None
+MEMBER_OF_SHARD = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer's unpacked weight. ``rows`` is each merged matrix's part on this rank,
+    ``columns`` the input width over all ranks, ``rank_columns`` this rank's part of it."""
+
+    rows: tuple[int, ...]
+    columns: int
+    rank_columns: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a stored tensor goes: its name for messages, and the whole matrix's shape."""
+
+    where: str
+    rows: int
+    columns: int
+
+
+Decoder = Callable[[torch.Tensor, Site], torch.Tensor]
+"""Turns a stored tensor into the items that a rule speaks of (a view, a parsed blob)."""
+
+
+def create_parameters(
+    layer: LinearBase,
+    rules: Sequence[ParameterRule],
+    shape: LayerShape,
+    decoders: Mapping[str, Decoder],
+) -> None:
+    """Register a rule's parameters on a layer, sized for this rank, with their loaders.
+
+    Raises ShardMisaligned, naming the layer, if a rule cannot be split so.
+    """
+    for rule in rules:
+        decode = decoders.get(rule.name, _as_stored)
+        dtype = getattr(torch, rule.dtype)
+        loader: Callable[..., None]
+        if isinstance(rule.layout, PerMatrix):
+            data = torch.empty(len(shape.rows), rule.layout.elements, dtype=dtype)
+            loader = _per_matrix_loader(layer, rule, shape, decode)
+            parameter = BasevLLMParameter(data=data, weight_loader=loader)
+        else:
+            where = f"{layer.prefix}.{rule.name}"
+            size = granule(rule.layout, shape.columns, shape.rank_columns, where=where)
+            width = items_per_row(rule.layout, shape.rank_columns, size)
+            data = torch.empty(sum(shape.rows), width, dtype=dtype)
+            loader = _matrix_loader(layer, rule, shape, size, decode)
+            parameter = ModelWeightParameter(
+                data=data, input_dim=1, output_dim=0, weight_loader=loader
+            )
+        if rule.poison is not None:
+            parameter.data.fill_(rule.poison)
+        layer.register_parameter(rule.name, parameter)
+
+
+def check_filled(layer: LinearBase, rules: Sequence[ParameterRule]) -> None:
+    """Raise CheckpointIncomplete if a poisoned parameter still holds its poison (NaN)."""
+    for rule in rules:
+        if rule.poison is None:
+            continue
+        value = getattr(layer, rule.name)
+        if bool(torch.isnan(value).any()):
+            raise CheckpointIncomplete(
+                "a quantized layer was not filled by the checkpoint",
+                where=f"{layer.prefix}.{rule.name}",
+                found=f"{int(torch.isnan(value).sum())} of {value.numel()} items missing",
+                needed="a stored tensor for every matrix of the layer",
+                fix="download or save the checkpoint again",
+            )
+
+
+def load_plain_weight(layer: LinearBase) -> Callable[..., None]:
+    """A loader for 16-bit weights that are quantized later; refuses packed ones by name."""
+    reference = weakref.ref(layer)
+
+    def load_plain(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
+        layer = _alive(reference)
+        if not loaded_weight.is_floating_point():
+            raise WeightMismatch(
+                "packed bytes without a quant state cannot be loaded into an in-flight layer",
+                where=f"{layer.prefix}.weight",
+                found=f"{loaded_weight.dtype} of shape {list(loaded_weight.shape)}",
+                needed="the unpacked weight in a floating dtype",
+                fix="send the weights unpacked (dequantized) to 16 bit",
+            )
+        _deliver(layer, param, loaded_weight, loaded_shard_id)
+
+    return load_plain
+
+
+def to_matrix(
+    items: torch.Tensor, layout: Runs, site: Site, size: int
+) -> torch.Tensor:
+    """Flat stored items as a matrix with ``size`` weights for each item.
+
+    items: any shape, in the order of the file. Returns [rows, items in a row]; a view where
+    no item has to be repeated.
+
+    Raises WeightMismatch if the count is not that of the whole matrix.
+    """
+    expected = stored_items(layout, site.rows, site.columns)
+    if items.numel() != expected:
+        raise WeightMismatch(
+            "a stored tensor does not have the size that its layer needs",
+            where=site.where,
+            found=f"{items.numel()} items, shape {list(items.shape)}, {items.dtype}",
+            needed=f"{expected} items for a packed {site.rows} x {site.columns} weight",
+            fix="use a checkpoint made for this model and its config.json",
+        )
+    flat = items.reshape(-1)
+    if not is_plain_view(layout, site.columns, size):
+        first = torch.arange(0, site.rows * site.columns, size, device=flat.device)
+        flat = flat[first // layout.weights]
+    return flat.reshape(site.rows, items_per_row(layout, site.columns, size))
+
+
+def stored_rows(layer: LinearBase, shard_id: ShardId) -> int:
+    """Rows of the whole matrix that is stored for one shard of a layer, over all ranks."""
+    if isinstance(layer, QKVParallelLinear):
+        key_value = layer.total_num_kv_heads
+        sizes = {
+            "q": layer.total_num_heads * layer.head_size,
+            "k": key_value * layer.head_size,
+            "v": key_value * layer.v_head_size,
+        }
+        if shard_id in sizes:
+            return sizes[str(shard_id)]
+        if shard_id is None:
+            return sum(sizes.values())
+    sizes_of_members: list[int] = getattr(layer, "output_sizes", [layer.output_size])
+    return sum(sizes_of_members[index] for index in _members(shard_id, len(sizes_of_members)))
+
+
+def _members(shard_id: ShardId, count: int) -> Sequence[int]:
+    if shard_id is None:
+        return range(count)
+    if isinstance(shard_id, tuple):
+        return shard_id
+    return (MEMBER_OF_SHARD[shard_id] if isinstance(shard_id, str) else shard_id,)
+
+
+def _matrix_loader(
+    layer: LinearBase, rule: ParameterRule, shape: LayerShape, size: int, decode: Decoder
+) -> Callable[..., None]:
+    reference = weakref.ref(layer)
+    layout = rule.layout
+    assert isinstance(layout, Runs)
+
+    def load_matrix(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
+        layer = _alive(reference)
+        site = _site(layer, rule, shape, loaded_shard_id)
+        matrix = to_matrix(decode(loaded_weight, site), layout, site, size)
+        _deliver(layer, param, matrix, loaded_shard_id)
+
+    return load_matrix
+
+
+def _per_matrix_loader(
+    layer: LinearBase, rule: ParameterRule, shape: LayerShape, decode: Decoder
+) -> Callable[..., None]:
+    reference = weakref.ref(layer)
+
+    def load_rows(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
+        layer = _alive(reference)
+        site = _site(layer, rule, shape, loaded_shard_id)
+        value = decode(loaded_weight, site).reshape(-1)
+        if value.numel() != param.shape[1]:
+            raise WeightMismatch(
+                "a stored tensor does not have the size that its layer needs",
+                where=site.where,
+                found=f"{value.numel()} items",
+                needed=f"{param.shape[1]} items",
+                fix="download or save the checkpoint again",
+            )
+        for index in _members(loaded_shard_id, param.shape[0]):
+            param.data[index].copy_(value)
+
+    return load_rows
+
+
+def _deliver(layer: LinearBase, param: Any, matrix: torch.Tensor, shard_id: ShardId) -> None:
+    load = getattr(layer, "weight_loader_v2", None) or layer.weight_loader
+    if shard_id is None:
+        load(param, matrix)
+    else:
+        load(param, matrix, shard_id)
+
+
+def _site(layer: LinearBase, rule: ParameterRule, shape: LayerShape, shard_id: ShardId) -> Site:
+    part = "" if shard_id is None else f" (part {shard_id})"
+    where = f"{layer.prefix}.{rule.name}{part}"
+    return Site(where, stored_rows(layer, shard_id), shape.columns)
+
+
+def _as_stored(tensor: torch.Tensor, site: Site) -> torch.Tensor:
+    return tensor
+
+
+def _alive(reference: weakref.ref[LinearBase]) -> LinearBase:
+    layer = reference()
+    assert layer is not None, "a loader outlived its layer"
+    return layer
