@@ -67,7 +67,8 @@ def _read(name: str, folder: Path) -> Model:
     except OotQuantError as error:
         raise ModelUnavailable(str(error)) from error
     section = checkpoint.quantization_config
-    return Model(name, folder, section and str(section.get("quant_method", "unknown")))
+    method = str(section.get("quant_method", "unknown")) if section else None
+    return Model(name, folder, method)
 
 
 def _build_default(console: Console) -> None:

@@ -74,15 +74,15 @@ def _keep_weights_in_sight() -> None:
     from vllm.model_executor.layers import utils
 
     def keep(layer: Module, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     utils.dispatch_cpu_unquantized_gemm = keep
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    task = {"serve": serve, "quantize": quantize}[job.pop("task")]
+    task = job.pop("task")
     try:
-        return task(**job)
+        return serve(**job) if task == "serve" else quantize(**job)
     except Exception as error:  # noqa: BLE001 - the parent shows it, and the log has it whole
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
