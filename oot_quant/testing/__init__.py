@@ -1,0 +1,6 @@
+"""What a backend's author needs to test it: the contract, real layers, tiny checkpoints.
+
+``contract`` is the suite that every backend must pass, ``layers`` builds vLLM's layers
+without an engine, ``checkpoints`` writes models of a few hundred kilobytes. Needs pytest,
+hypothesis, torch and vLLM; nothing else in the package imports it.
+"""
