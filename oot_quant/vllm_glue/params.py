@@ -158,10 +158,11 @@ def stored_rows(layer: LinearBase, shard_id: ShardId) -> int:
         if shard_id is None:
             return sum(sizes.values())
     sizes_of_members: list[int] = getattr(layer, "output_sizes", [layer.output_size])
-    return sum(sizes_of_members[index] for index in _members(shard_id, len(sizes_of_members)))
+    return sum(sizes_of_members[index] for index in shard_members(shard_id, len(sizes_of_members)))
 
 
-def _members(shard_id: ShardId, count: int) -> Sequence[int]:
+def shard_members(shard_id: ShardId, count: int) -> Sequence[int]:
+    """Which of a layer's ``count`` merged matrices a shard holds."""
     if shard_id is None:
         return range(count)
     if isinstance(shard_id, tuple):
@@ -202,7 +203,7 @@ def _per_matrix_loader(
                 needed=f"{param.shape[1]} items",
                 fix="download or save the checkpoint again",
             )
-        for index in _members(loaded_shard_id, param.shape[0]):
+        for index in shard_members(loaded_shard_id, param.shape[0]):
             param.data[index].copy_(value)
 
     return load_rows

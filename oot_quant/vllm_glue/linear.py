@@ -1,0 +1,156 @@
+"""The two ways in which a quantized linear layer gets its weight: stored, or made in flight.
+
+A backend writes one class that computes (``apply`` and ``dequantize_weight``) and mixes it
+with each of the two below. Both leave the layer with the same final parameters, so that
+saving, reloading and computing know one form only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    initialize_online_processing,
+)
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from oot_quant.errors import CheckpointIncomplete
+from oot_quant.manager import backends
+from oot_quant.types import ParameterRule, ShardRequest
+from oot_quant.vllm_glue.params import (
+    Decoder,
+    LayerShape,
+    check_filled,
+    create_parameters,
+    load_plain_weight,
+    shard_members,
+)
+
+if TYPE_CHECKING:
+    Parameters = Mapping[str, torch.Tensor]
+
+PROCESSED = "_already_called_process_weights_after_loading"
+"""Set on a processed layer. vLLM's reload deletes the attribute of just this name."""
+
+
+class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """What both ways share. ``shape`` is the layer's, on this rank."""
+
+    shape: LayerShape
+
+    def create_weights(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        assert isinstance(layer, LinearBase)
+        rows = tuple(output_partition_sizes)
+        self.shape = LayerShape(rows, input_size, input_size_per_partition)
+        self.prepare(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if getattr(layer, PROCESSED, False):
+            return
+        assert isinstance(layer, LinearBase)
+        final = self.finish(layer)
+        for name, _ in list(layer.named_parameters(recurse=False)):
+            if name.startswith("weight"):
+                delattr(layer, name)
+        for name, value in final.items():
+            layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        setattr(layer, PROCESSED, True)
+
+    def prepare(self, layer: LinearBase) -> None:
+        """Register the parameters that loading fills."""
+        raise NotImplementedError
+
+    def finish(self, layer: LinearBase) -> Parameters:
+        """The parameters that computing needs, from what loading filled."""
+        raise NotImplementedError
+
+    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
+        """The finished layer's weight on this rank, [rows, columns], in the layer's dtype."""
+        raise NotImplementedError
+
+
+class StoredLinearMethod(QuantizedLinearMethod):
+    """A layer whose matrices are stored quantized; ``format`` says how."""
+
+    rules: Sequence[ParameterRule]
+
+    def __init__(self, method: str, format: object) -> None:
+        self.method, self.format = method, format
+
+    def prepare(self, layer: LinearBase) -> None:
+        request = ShardRequest(self.method, self.format, self.shape.columns)
+        self.rules = backends().call(self.method, "oot_quant_shard_rule", request=request)
+        create_parameters(layer, self.rules, self.shape, self.decoders())
+
+    def finish(self, layer: LinearBase) -> Parameters:
+        check_filled(layer, self.rules)
+        return self.decode(layer)
+
+    def decoders(self) -> Mapping[str, Decoder]:
+        """For each parameter whose stored tensor is not yet the items of its rule: a decoder."""
+        return {}
+
+    def decode(self, layer: LinearBase) -> Parameters:
+        """The final parameters; those that were loaded, unless overridden."""
+        return {rule.name: getattr(layer, rule.name).data for rule in self.rules}
+
+
+class OnlineLinearMethod(QuantizedLinearMethod):
+    """A layer whose 16-bit matrices are quantized as soon as all of them have arrived.
+
+    vLLM loads such layers one at a time, already split over ranks, so that memory never
+    holds more than the quantized model and one layer.
+    """
+
+    uses_meta_device = True
+
+    def prepare(self, layer: LinearBase) -> None:
+        rows, columns = sum(self.shape.rows), self.shape.rank_columns
+        data = torch.empty(rows, columns, dtype=layer.params_dtype, device="meta")
+        loader = load_plain_weight(layer)
+        weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+        layer.register_parameter("weight", weight)
+        initialize_online_processing(layer)
+
+    def finish(self, layer: LinearBase) -> Parameters:
+        self._check_arrived(layer)
+        return self.quantize(layer.weight.data.split(self.shape.rows))
+
+    def quantize(self, matrices: Sequence[torch.Tensor]) -> Parameters:
+        """The final parameters from this rank's part of each merged matrix, [rows, columns]."""
+        raise NotImplementedError
+
+    def _check_arrived(self, layer: LinearBase) -> None:
+        """Raise CheckpointIncomplete if only some of the merged matrices were loaded.
+
+        Where none was, the layer holds vLLM's dummy weights.
+        """
+        everything = range(len(self.shape.rows))
+        arrived = {
+            member
+            for name, arguments in get_layerwise_info(layer).loaded_weights
+            if name == "weight"
+            for member in shard_members(arguments.arguments.get("loaded_shard_id"), len(everything))
+        }
+        missing = [str(member) for member in everything if member not in arrived]
+        if arrived and missing:
+            raise CheckpointIncomplete(
+                "a layer was not filled by the checkpoint",
+                where=f"{layer.prefix}.weight",
+                found=f"no tensor for merged matrix {', '.join(missing)} of {len(everything)}",
+                needed="a stored tensor for every matrix of the layer",
+                fix="download or save the checkpoint again",
+            )
