@@ -7,14 +7,16 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
 
 import click
 from oot_quant_cli.render import Page, ascii_wanted, render
 
-from oot_quant.doctor import Report, diagnose
-from oot_quant.doctor.table import every_check
 from oot_quant.manager import backends
 from oot_quant.types import Check, DoctorRequest
+
+if TYPE_CHECKING:
+    from oot_quant.doctor.report import Report
 
 
 @click.command()
@@ -64,7 +66,9 @@ def doctor(  # noqa: PLR0913, PLR0917 - one argument for each option
 
     Exit codes: 0 no problem (warnings allowed), 1 at least one problem, 2 wrong usage.
     """
-    plain = plain or ascii_wanted()
+    # Not at the top: ``oot-quant list`` has no use for it.
+    from oot_quant.doctor.runner import diagnose
+
     if list_checks:
         show_checks(as_json=as_json)
         return
@@ -76,13 +80,13 @@ def doctor(  # noqa: PLR0913, PLR0917 - one argument for each option
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
-        render(report, plain=plain, verbose=verbose).show()
+        render(report, plain=plain or ascii_wanted(), verbose=verbose).show()
     context.exit(report.exit_code(strict=strict))
 
 
 def show_checks(*, as_json: bool) -> None:
     """Print the table of checks."""
-    checks = every_check(backends())
+    checks = all_checks()
     if as_json:
         rows = [{"id": c.id, "group": c.group, "title": c.title} for c in checks]
         click.echo(json.dumps({"schema": 1, "checks": rows}, indent=2))
@@ -95,7 +99,7 @@ def show_checks(*, as_json: bool) -> None:
 
 def refuse_unknown(only: Sequence[str]) -> None:
     """Raise a usage error for an id or a group that no check has."""
-    checks = every_check(backends())
+    checks = all_checks()
     known = {name for check in checks for name in names_of(check)}
     for name in only:
         if name not in known and not name.startswith("model "):
@@ -109,6 +113,13 @@ def refuse_empty(report: Report, only: Sequence[str]) -> None:
     if not report.results:
         text = f"{', '.join(only)} needs --model or --deep"
         raise click.UsageError(text)
+
+
+def all_checks() -> list[Check]:
+    """Every check that there is."""
+    from oot_quant.doctor.table import every_check
+
+    return every_check(backends())
 
 
 def names_of(check: Check) -> tuple[str, str, str]:

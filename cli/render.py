@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
+from dataclasses import dataclass
 
-from rich.console import Console
-from rich.text import Text
+import click
 
 from oot_quant.doctor.report import Report, Result, worst
 from oot_quant.types import Status
@@ -16,6 +17,16 @@ SYMBOLS = {"ok": "✓", "info": "•", "skip": "-", "warn": "!", "fail": "✗", 
 ASCII = {"ok": "ok", "info": "..", "skip": "--", "warn": "!!", "fail": "XX", "error": "XX"}
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "error": "red"}
 INDENT = 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of text; ``style`` is for the part from ``start`` to ``end``, in characters."""
+
+    text: str
+    style: str = ""
+    start: int = 0
+    end: int | None = None
 
 
 def ascii_wanted() -> bool:
@@ -29,11 +40,11 @@ class Page:
     def __init__(self, *, plain: bool) -> None:
         self.plain = plain
         self.symbols = ASCII if plain else SYMBOLS
-        self.lines: list[Text] = []
+        self.lines: list[Line] = []
 
     def line(self, text: str = "", style: str = "") -> None:
         """A line as it is."""
-        self.lines.append(Text(self._shown(text), style=style))
+        self.lines.append(Line(self._shown(text), style))
 
     def text(self, text: str, indent: int) -> None:
         """A paragraph, wrapped; lines of it that begin with a space stay as they are."""
@@ -50,17 +61,14 @@ class Page:
         symbol = self.symbols[status]
         first = f"{' ' * indent}{symbol} "
         for number, line in enumerate(_wrapped(text, first, " " * len(first))):
-            shown = Text(self._shown(line))
-            if number == 0:
-                shown.stylize(COLOURS.get(status, ""), indent, indent + len(symbol))
-            self.lines.append(shown)
+            style = COLOURS.get(status, "") if number == 0 else ""
+            self.lines.append(Line(self._shown(line), style, indent, indent + len(symbol)))
 
     def heading(self, status: str, text: str) -> None:
         """The line of a group, with its worst status in a box."""
         symbol = self.symbols[status]
-        shown = Text(self._shown(f"[{symbol}] {text}"))
-        shown.stylize(COLOURS.get(status, ""), 1, 1 + len(symbol))
-        self.lines.append(shown)
+        shown = self._shown(f"[{symbol}] {text}")
+        self.lines.append(Line(shown, COLOURS.get(status, ""), 1, 1 + len(symbol)))
 
     def command(self, command: str, indent: int) -> None:
         """A command alone on its line, never wrapped, to be pasted."""
@@ -68,13 +76,22 @@ class Page:
 
     def show(self) -> None:
         """Print everything; colours only on a terminal, and not with NO_COLOR."""
+        if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+            click.echo(self.plain_text(), nl=False)
+            return
+        # Not at the top: it takes longer to import than ``oot-quant list`` needs to run.
+        from rich.console import Console
+        from rich.text import Text
+
         console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
         for line in self.lines:
-            console.print(line)
+            shown = Text(line.text)
+            shown.stylize(line.style, line.start, line.end)
+            console.print(shown)
 
     def plain_text(self) -> str:
         """Everything, without colours."""
-        return "\n".join(line.plain for line in self.lines) + "\n"
+        return "".join(f"{line.text}\n" for line in self.lines)
 
     def _shown(self, text: str) -> str:
         return text.encode("ascii", "replace").decode() if self.plain else text

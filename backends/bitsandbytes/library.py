@@ -58,8 +58,8 @@ def require_version() -> str:
     if old:
         raise LibraryTooOld(
             f"{NAME} {found} is installed, {LIBRARY.minimum} or newer is needed",
-            found=f"{NAME} {found}",
-            needed=f"{NAME} {LIBRARY.minimum} or newer",
+            found=found,
+            needed=f"{LIBRARY.minimum} or newer",
             fix=f"upgrade it: {LIBRARY.upgrade_command}",
         )
     return found
@@ -158,7 +158,7 @@ def _missing(found: str) -> OotQuantError:
     return LibraryMissing(
         f"{NAME} is not installed, {LIBRARY.minimum} or newer is needed",
         found=found,
-        needed=f"{NAME} {LIBRARY.minimum} or newer",
+        needed=f"{LIBRARY.minimum} or newer",
         fix=f'install it: python -m pip install "{NAME}>={LIBRARY.minimum}"',
     )
 

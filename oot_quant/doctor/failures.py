@@ -26,7 +26,7 @@ def fix_of(error: OotQuantError) -> Fix:
 def from_error(error: OotQuantError) -> Outcome:
     """A problem that the user can fix, in the words of the error."""
     facts = (("Where", error.where), ("Found", error.found), ("Needed", error.needed))
-    detail = "\n".join(f"{name}: {text}" for name, text in facts if text)
+    detail = "\n".join(f"{name}: {text}" for name, text in facts if text and text not in error.what)
     data = {"code": error.code, "where": error.where, "found": error.found, "needed": error.needed}
     return Outcome(Status.FAIL, error.what, detail, fix_of(error), data)
 

@@ -19,7 +19,7 @@ from oot_quant.memory import NOT_LINEAR, is_expert, module_of, weights
 from oot_quant.types import Check, Facts, Fix, ModuleSummary, Outcome, Status
 
 GROUP = "model"
-MIB = 1024**2
+STEP = 1024
 SUPPORTED_MODELS = "https://docs.vllm.ai/en/latest/models/supported_models/"
 
 
@@ -193,7 +193,11 @@ def _layers(modules: Iterable[str]) -> str:
 
 def readable(size: float) -> str:
     """Bytes as people write them."""
-    return f"{size / MIB:.1f} MiB" if size < 1024 * MIB else f"{size / MIB / 1024:.1f} GiB"
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < STEP:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= STEP
+    return f"{size:.1f} GiB"
 
 
 def experts(_: Facts, seen: Any) -> Outcome:
