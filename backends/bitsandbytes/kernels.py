@@ -17,6 +17,8 @@ from .weights import code_table, unpack
 
 PACKED_ROWS = 32
 """bitsandbytes' packed CPU layout interleaves this many rows."""
+LONGEST_CPU_BLOCK = 1024
+"""Above it, bitsandbytes compiles an unpack function for every shape in the first forward."""
 
 
 class Kernel(Protocol):
@@ -72,10 +74,21 @@ class Reference:
 
 @dataclass(frozen=True)
 class Gemm4bit(Reference):
-    """bitsandbytes' ``gemm_4bit``: fused for few tokens on CUDA, unpack and multiply otherwise."""
+    """bitsandbytes' ``gemm_4bit``: fused for few tokens on CUDA, unpack and multiply otherwise.
+
+    ``blocksize`` divides the columns: where blocks reach across rows, the library's AVX-512
+    kernel unpacks wrong values (0.50.2: blocks of 64 in rows of 96). ``repeat`` stores each
+    scale that many times, for smaller blocks of the same values.
+    """
 
     quant_type: str
     blocksize: int
+    repeat: int = 1
+
+    def prepare(
+        self, weight: torch.Tensor, absmax: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight, absmax.repeat_interleave(self.repeat, dim=1)
 
     def __call__(
         self,
@@ -155,11 +168,9 @@ def choose(
     usual = code_table(quant_type, quant_map.device)
     if blocksize not in BLOCKSIZES or not torch.allclose(quant_map, usual, atol=1e-6, rtol=0):
         return Reference()
-    if (
-        absmax.device.type == "cpu"
-        and dtype == torch.bfloat16
-        and rows % PACKED_ROWS == 0
-        and bnb.has_avx512bf16()
-    ):
+    if absmax.device.type != "cpu":
+        return Gemm4bit(quant_type, blocksize)
+    if dtype == torch.bfloat16 and rows % PACKED_ROWS == 0 and bnb.has_avx512bf16():
         return PackedCpu(quant_type, blocksize)
-    return Gemm4bit(quant_type, blocksize)
+    repeat = max(1, blocksize // LONGEST_CPU_BLOCK)
+    return Gemm4bit(quant_type, blocksize // repeat, repeat)

@@ -1,0 +1,20 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+pytest_plugins = ["tests.models"]
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """caplog for loggers below ``vllm``, which do not propagate to the root."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        yield caplog
+    logger.removeHandler(caplog.handler)

@@ -1,0 +1,144 @@
+"""Tiny models for tests, made by transformers and bitsandbytes themselves: the oracle.
+
+Each is made once for a test run, in a folder that all workers share.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+
+SPREAD = 0.1
+"""Standard deviation of random weights: large enough that logits are not flat."""
+
+
+def quantized_name(quant_type: str, nested: bool) -> str:
+    return f"{quant_type}-double" if nested else quant_type
+
+
+class ModelShelf:
+    """Makes models on demand below one folder; a second request finds the first's files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def get(self, name: str, make: Callable[[Path], None]) -> Path:
+        folder = self.root / name
+        self.root.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                unfinished = self.root / f"{name}.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                make(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    def llama(self, *, tied: bool = False, **changes: Any) -> Path:
+        """A random two-layer Llama in bfloat16: hidden 256, MLP 512, 4 heads and 2 KV heads."""
+        name = "-".join(["llama", *(["tied"] if tied else []), *map(_part, changes.items())])
+
+        def make(folder: Path) -> None:
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            sizes = {
+                "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+                "vocab_size": 512, "tie_word_embeddings": tied,
+            }
+            _save_random(LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})), folder)
+
+        return self.get(name, make)
+
+    def phi3(self) -> Path:
+        """A random two-layer Phi-3: q/k/v and gate/up are one tensor each on disk."""
+
+        def make(folder: Path) -> None:
+            from transformers import Phi3Config, Phi3ForCausalLM
+
+            config = Phi3Config(
+                hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+                pad_token_id=0, tie_word_embeddings=False,
+            )
+            _save_random(Phi3ForCausalLM(config), folder)
+
+        return self.get("phi3", make)
+
+    def quantized(
+        self, plain: Path, quant_type: str = "nf4", *, nested: bool = False, **options: Any
+    ) -> Path:
+        """A plain model, quantized and saved by transformers."""
+        parts = [plain.name, quantized_name(quant_type, nested), *map(_part, options.items())]
+
+        def make(folder: Path) -> None:
+            from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+            config = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type=quant_type,
+                bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.bfloat16, **options,
+            )
+            # Saved before the first forward: bitsandbytes may repack the weights there.
+            model = AutoModelForCausalLM.from_pretrained(
+                plain, dtype=torch.bfloat16, quantization_config=config
+            )
+            model.save_pretrained(folder)
+            for file in plain.glob("tokenizer*"):
+                shutil.copy(file, folder)
+
+        return self.get("-".join(parts), make)
+
+
+def dequantized_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every weight of a checkpoint in float32, packed ones unpacked by bitsandbytes itself."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    stored = load_file(folder / "model.safetensors")
+    weights = {}
+    for name, tensor in stored.items():
+        if ".weight." in name:
+            continue
+        state = {key: value for key, value in stored.items() if key.startswith(f"{name}.")}
+        if state:
+            quant_state = QuantState.from_dict(dict(state), device=torch.device("cpu"))
+            quant_state.dtype = torch.float32
+            weights[name] = dequantize_4bit(tensor, quant_state)
+        else:
+            weights[name] = tensor.float()
+    return weights
+
+
+def changed(folder: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a checkpoint with its tensors edited."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
+    """The models of this test run; with xdist, one folder for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if base.name.startswith("popen") else base
+    return ModelShelf(shared / "models")
+
+
+def _save_random(model: torch.nn.Module, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:  # noqa: PLR2004 - matrices; norms stay one
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+    model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+
+
+def _part(item: tuple[str, Any]) -> str:
+    return f"{item[0]}-{item[1]}"
