@@ -10,10 +10,10 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
 import click
-from oot_quant_cli.render import Page, ascii_wanted, render
 
 from oot_quant.manager import backends
 from oot_quant.types import Check, DoctorRequest
+from oot_quant_cli.render import Page, ascii_wanted, render
 
 if TYPE_CHECKING:
     from oot_quant.doctor.report import Report

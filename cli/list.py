@@ -7,11 +7,11 @@ from importlib import metadata
 from typing import Any
 
 import click
-from oot_quant_cli.render import Page, ascii_wanted
 
 from oot_quant.doctor.privacy import without_home
 from oot_quant.hookspecs import all_hooks
 from oot_quant.manager import ENTRY_POINT_GROUP, BackendRecord, backends
+from oot_quant_cli.render import Page, ascii_wanted
 
 SCHEMA = 1
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import click
-from oot_quant_cli.doctor import doctor
-from oot_quant_cli.list import list_backends
 
 from oot_quant import __version__
+from oot_quant_cli.doctor import doctor
+from oot_quant_cli.list import list_backends
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 78}
 

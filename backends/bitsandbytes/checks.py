@@ -284,7 +284,11 @@ CHECKS = (
         needs=("env.accelerator",),
     ),
     Check(
-        f"{PREFIX}.dtype", GROUP, "4-bit layers compute in the model's dtype", dtype, needs=MODEL
+        f"{PREFIX}.dtype",
+        GROUP,
+        "4-bit layers compute in the model's dtype",
+        dtype,
+        needs=(*MODEL, "env.accelerator"),
     ),
     Check(f"{PREFIX}.options", GROUP, "config.json agrees with the stored tensors", options, MODEL),
     Check(f"{PREFIX}.skip-list", GROUP, "so does its list of modules to skip", skip_list, MODEL),

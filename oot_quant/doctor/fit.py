@@ -138,13 +138,13 @@ CHECKS = (
         GROUP,
         "every weight can be split over that many devices",
         tensor_parallel,
-        needs=("model.method",),
+        needs=("model.method", "env.accelerator"),
     ),
     Check(
         "model.memory",
         GROUP,
         "weights on each device against its free memory",
         memory,
-        needs=("model.method",),
+        needs=("model.method", "env.accelerator"),
     ),
 )

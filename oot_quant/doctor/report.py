@@ -85,8 +85,9 @@ class Report:
 
 def worst(statuses: list[Status]) -> Status:
     """The status of a group; facts and skipped checks do not lower it."""
-    order = [Status.OK, Status.WARN, Status.FAIL, Status.ERROR]
-    return max((s for s in statuses if s in order), key=order.index, default=Status.OK)
+    order = [Status.SKIP, Status.INFO, Status.OK, Status.WARN, Status.FAIL, Status.ERROR]
+    found = max(statuses, key=order.index)
+    return Status.OK if found == Status.INFO else found
 
 
 def _result_to_json(result: Result) -> dict[str, Any]:

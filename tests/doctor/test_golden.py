@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from oot_quant_cli.render import WIDTH, render
 
 from oot_quant.doctor.runner import diagnose
 from oot_quant.errors import LibraryTooOld
 from oot_quant.types import DoctorRequest
+from oot_quant_cli.render import WIDTH, render
 
 GOLDEN = Path(__file__).parent / "golden"
 IN_TREE = ("oot-quant", "0.1.0", {"bitsandbytes": "oot_quant_backends.bitsandbytes"})
@@ -38,11 +38,14 @@ def report_of(manager_of, facts, look):
 
 def _steady(report):
     """The report without what differs between runs: times and tracebacks."""
-    results = []
-    for result in report.results:
-        data = {k: "..." if k == "traceback" else v for k, v in result.data.items()}
-        results.append(replace(result, seconds=0.0, data=data))
+    results = [replace(r, seconds=0.0, data=_untraced(r.data)) for r in report.results]
     return replace(report, results=tuple(results))
+
+
+def _untraced(data):
+    if isinstance(data, dict):
+        return {k: "..." if k == "traceback" else _untraced(v) for k, v in data.items()}
+    return [_untraced(item) for item in data] if isinstance(data, list) else data
 
 
 def all_good(report_of, model, nf4, **_):
