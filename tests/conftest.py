@@ -12,9 +12,12 @@ pytest_plugins = ["tests.models"]
 
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """caplog for loggers below ``vllm``, which do not propagate to the root."""
+    """caplog for loggers below ``vllm``, which stop propagating once vLLM has set them up."""
     logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
+    attached = not logger.propagate
+    if attached:
+        logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger="vllm"):
         yield caplog
-    logger.removeHandler(caplog.handler)
+    if attached:
+        logger.removeHandler(caplog.handler)
