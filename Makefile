@@ -36,7 +36,7 @@ lint: setup  ## code style, types, import layers, generated docs
 	@mkdir -p $(ROOMS) && for room in oot_quant:oot_quant backends:oot_quant_backends cli:oot_quant_cli; do \
 		ln -sfn "$(CURDIR)/$${room%%:*}" "$(ROOMS)/$${room##*:}"; done
 	@echo "lint: mypy, minutes when its cache is cold" && MYPYPATH=$(ROOMS) $(BIN)/mypy
-	@echo "lint: import layers" && PYTHONPATH=$(ROOMS) $(BIN)/lint-imports
+	@echo "lint: import layers" && PYTHONPATH=$(ROOMS) $(BIN)/lint-imports --no-logo
 	@echo "lint: generated docs" && $(BIN)/cog --check README.md docs/*.md
 
 docs: setup  ## write the generated parts of README.md and docs/ anew

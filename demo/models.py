@@ -36,7 +36,12 @@ class Model:
     @property
     def packed_folder(self) -> Path:
         """Where the demo keeps the nf4 checkpoint that it makes of a 16-bit model."""
-        return MODELS / (self.name.strip("/").split("models/")[-1].replace("/", "--") + "-nf4")
+        name = self.folder.name if self.is_local else self.name.replace("/", "--")
+        return MODELS / f"{name}-nf4"
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.name) == self.folder
 
 
 def resolve(name: str | None, console: Console) -> Model:

@@ -104,7 +104,7 @@ def step(console: Console, title: str) -> Iterator[None]:
     """Show a step while it runs, and how long it took."""
     started = time.monotonic()
     if not console.is_terminal:
-        console.print(f"... {title}", highlight=False, markup=False)
+        console.print(f"... {title}", highlight=False, markup=False, soft_wrap=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
@@ -152,7 +152,9 @@ def _table(servings: list[Serving], results: list[dict[str, Any]]) -> Table:
     for serving in servings:
         table.add_column(serving.title)
     for number, prompt in enumerate(PROMPTS):
-        table.add_row(Text(prompt), *(Text(result["texts"][number].strip()) for result in results))
+        # Without the model's line breaks, so that columns can be compared at a glance.
+        texts = (" ".join(result["texts"][number].split()) for result in results)
+        table.add_row(prompt, *map(Text, texts))
     table.add_row("bytes of weights", *(f"{result['bytes']:,}" for result in results))
     table.add_row("seconds until ready", *(f"{result['seconds']:.1f}" for result in results))
     return table
