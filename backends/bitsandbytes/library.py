@@ -83,9 +83,12 @@ def load_native() -> str:
     """
     if NAME in sys.modules:
         return _native_kind(_import(f"{NAME}.cextension"))
-    spec = importlib.util.find_spec(NAME)
+    try:
+        spec = importlib.util.find_spec(NAME)
+    except ImportError:
+        spec = None
     if spec is None:
-        raise _missing("the module is not importable")
+        raise _missing("the module cannot be imported")
     stand_in = ModuleType(NAME)
     stand_in.__path__ = list(spec.submodule_search_locations or ())
     sys.modules[NAME] = stand_in

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from oot_quant.doctor.privacy import masked
@@ -47,6 +48,16 @@ def try_import(name: str) -> tuple[ModuleType | None, str]:
         return None, one_line(error)
 
 
+def folder_of(name: str) -> Path | None:
+    """Where a package lies, without importing it; None if it cannot be found."""
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(folders[0]) if folders else None
+
+
 def _versions(names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in dict.fromkeys(names):
@@ -60,7 +71,7 @@ def _vllm(versions: dict[str, str]) -> dict[str, str | None]:
     """vLLM by its metadata: importing it takes seconds."""
     for name in DISTRIBUTIONS:
         if name in versions:
-            missing = find_spec("vllm") is None
+            missing = folder_of("vllm") is None
             error = f"{name} is installed, but there is no module vllm" if missing else ""
             return {"version": versions[name], "distribution": name, "error": error}
     return {"version": None, "distribution": None, "error": "not installed"}

@@ -9,11 +9,11 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from oot_quant.checkpoint import Checkpoint, read_checkpoint
+from oot_quant.doctor.facts import folder_of
 from oot_quant.doctor.vllm_methods import VLLM_METHODS
 from oot_quant.errors import CheckpointMissing
 from oot_quant.manager import backends
@@ -159,12 +159,9 @@ def _rules(
 
 def _registry() -> str | None:
     """vLLM's list of models as text: importing it takes seconds, and may fail."""
-    spec = find_spec("vllm")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        path = Path(folder) / REGISTRY
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
+    folder = folder_of("vllm")
+    path = folder / REGISTRY if folder else None
+    return path.read_text(encoding="utf-8") if path and path.is_file() else None
 
 
 def _is_hub_name(model: str) -> bool:

@@ -38,7 +38,7 @@ def manager_of(tmp_path, monkeypatch):
         site = tmp_path / "site"
         for name, version, points in wanted or (IN_TREE,):
             folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
             lines = [f"{key} = {value}" for key, value in points.items()]
             text = "\n".join(["[oot_quant.backends]", *lines, ""])

@@ -34,11 +34,10 @@ def examine(manager_of, facts, look):
         (97, 1, "fail"),  # a byte reaches into the next row
     ],
 )
-def test_a_split_must_not_cut_a_stored_byte(examine, model, nf4, columns, size, status):
-    found = examine(
-        model(nf4(DOWN, 64, columns), quantization_config=BNB), size, GPU | {"count": 99}
-    )
-    result = found["model.tensor-parallel"]
+def test_a_split_must_not_cut_a_stored_byte(examine, model, nf4, case):
+    columns, size, status = case
+    name = model(nf4(DOWN, 64, columns), quantization_config=BNB)
+    result = examine(name, size, GPU | {"count": 99})["model.tensor-parallel"]
     assert result.status.value == status
     assert (size in result.data["sizes"]) == (status == "ok")
 
