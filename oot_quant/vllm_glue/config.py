@@ -160,6 +160,10 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         parts = self.packed_modules_mapping.get(name, [name])
         return tuple(f"{parent}{dot}{part}" for part in parts)
 
+    def stored_names(self, prefix: str) -> tuple[str, ...]:
+        """Names under which a layer's matrices are stored: its own if they are fused on disk."""
+        return (prefix,) if prefix in self.formats else self.members(prefix)
+
     def fingerprint(self) -> str:
         """A digest of everything that shapes the compiled model."""
         stored = sorted((name, repr(value)) for name, value in self.formats.items())

@@ -127,9 +127,9 @@ class OnlineLinearMethod(QuantizedLinearMethod):
 
     def finish(self, layer: LinearBase) -> Parameters:
         self._check_arrived(layer)
-        return self.quantize(layer.weight.data.split(self.shape.rows))
+        return self.quantize(layer, layer.weight.data.split(self.shape.rows))
 
-    def quantize(self, matrices: Sequence[torch.Tensor]) -> Parameters:
+    def quantize(self, layer: LinearBase, matrices: Sequence[torch.Tensor]) -> Parameters:
         """The final parameters from this rank's part of each merged matrix, [rows, columns]."""
         raise NotImplementedError
 

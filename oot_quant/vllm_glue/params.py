@@ -140,7 +140,7 @@ def to_matrix(
     flat = items.reshape(-1)
     if not is_plain_view(layout, site.columns, size):
         first = torch.arange(0, site.rows * site.columns, size, device=flat.device)
-        flat = flat[first // layout.weights]
+        flat = flat.view(-1, layout.elements)[first // layout.weights]
     return flat.reshape(site.rows, items_per_row(layout, site.columns, size))
 
 

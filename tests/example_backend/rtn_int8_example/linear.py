@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from vllm.model_executor.layers.linear import LinearBase
 
 from oot_quant.errors import UnsupportedFormat
 from oot_quant.types import LinearRequest
@@ -21,8 +22,7 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
     config = request.config
     if not config.prequantized:
         return OnlineInt8LinearMethod()
-    # A layer that is fused on disk is listed under its own name.
-    names = (request.prefix,) if request.prefix in config.formats else request.members
+    names = config.stored_names(request.prefix)
     plain = [name for name in names if name not in config.formats]
     if config.formats and len(plain) == len(names):
         return None
@@ -53,7 +53,9 @@ class StoredInt8LinearMethod(StoredLinearMethod, Int8LinearMethod):
 
 
 class OnlineInt8LinearMethod(OnlineLinearMethod, Int8LinearMethod):
-    def quantize(self, matrices: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def quantize(
+        self, layer: LinearBase, matrices: Sequence[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
         weight = torch.cat(list(matrices)).float()
         scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-10) / 127
         return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
