@@ -16,6 +16,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
 from oot_quant.checkpoint import read_checkpoint
 from oot_quant.manager import backends
@@ -127,6 +128,11 @@ def load_stored(
 def process(layer: linear.LinearBase) -> None:
     """What vLLM does with a layer once all weights are loaded; may be called again."""
     layer.quant_method.process_weights_after_loading(layer)
+
+
+def finish_loading(layer: linear.LinearBase) -> None:
+    """What vLLM does at the end of its stream of weights with a layer that waits for more."""
+    finalize_layerwise_processing(layer, None)  # only attention asks for the model's config
 
 
 def rank_weight(
