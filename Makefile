@@ -5,6 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 MODEL ?=
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 # mypy and import-linter do not see through an editable install, so they read the three rooms
 # under their import names from links.
 ROOMS := build/rooms
@@ -23,10 +24,10 @@ demo: setup  ## serve a small model in 16 and 4 bits and compare; MODEL=owner/na
 	@$(BIN)/python -m demo.run $(MODEL)
 
 test: lint  ## everything: lint, types, import layers, generated docs, all tests
-	@$(BIN)/pytest -n 2 --dist loadgroup
+	@$(PYTEST)
 
 test-fast: setup  ## the tests that start no engine
-	@$(BIN)/pytest -n 2 -m "not engine and not gpu"
+	@$(PYTEST) -m "not engine and not gpu"
 
 test-gpu: setup  ## the tests that need a GPU
 	@$(BIN)/pytest tests/gpu
