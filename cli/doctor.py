@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from oot_quant.doctor.report import Report
 
 
-@click.command()
+@click.command(short_help="Say whether it will work here, and if not, what to do.")
 @click.option("--model", metavar="MODEL", help="A model folder, or owner/name on the Hub.")
 @click.option(
     "--quantization", metavar="METHOD", help="The method that vLLM would be started with."
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--tensor-parallel-size",
     type=click.IntRange(min=1),
+    metavar="N",
     default=1,
     show_default=True,
     help="Devices that each weight is split over.",

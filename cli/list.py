@@ -16,7 +16,7 @@ from oot_quant_cli.render import Page, ascii_wanted
 SCHEMA = 1
 
 
-@click.command("list")
+@click.command("list", short_help="List the installed backends.")
 @click.option("--hook", metavar="NAME", help="Only backends that implement this hook.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--ascii", "plain", is_flag=True, help="Use no symbols beyond ASCII.")

@@ -271,7 +271,7 @@ CHECKS = (
     Check(
         NATIVE,
         GROUP,
-        "its native library works",
+        "the native library works",
         native,
         needs=(VERSION, "env.torch", "env.accelerator"),
         probe=probe_native,
@@ -279,7 +279,7 @@ CHECKS = (
     Check(
         f"{PREFIX}.capability",
         GROUP,
-        "it runs on this kind of device",
+        "bitsandbytes runs on this kind of device",
         capability,
         needs=("env.accelerator",),
     ),
@@ -291,7 +291,7 @@ CHECKS = (
         needs=(*MODEL, "env.accelerator"),
     ),
     Check(f"{PREFIX}.options", GROUP, "config.json agrees with the stored tensors", options, MODEL),
-    Check(f"{PREFIX}.skip-list", GROUP, "so does its list of modules to skip", skip_list, MODEL),
+    Check(f"{PREFIX}.skip-list", GROUP, "its list of modules to skip agrees too", skip_list, MODEL),
     Check(f"{PREFIX}.experts", GROUP, "routed experts are not stored in 4 bit", experts, MODEL),
     Check(f"{PREFIX}.fused", GROUP, "matrices that vLLM merges are stored alike", fused, MODEL),
     Check(

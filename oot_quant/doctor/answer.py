@@ -25,10 +25,10 @@ def answer(facts: Facts, results: Sequence[Result]) -> Verdict | None:
     problems = [result for result in results if result.is_problem]
     loads = not any(_concerns(result, method, backend) for result in problems)
     will = "will" if loads else "will not"
-    if facts.checkpoint is None:
+    if facts.checkpoint is None or (method is None and not loads):
         text = f"{model} {will} load here."
     elif method is None:
-        method, text = None, f"{model} {will} load here as it is, not quantized."
+        text = f"{model} {will} load here as it is, not quantized."
     elif backend is None and is_vllms_own(method):
         text = f"{model} {will} load here with vLLM's own {method}."
     else:

@@ -64,6 +64,13 @@ def method(facts: Facts, seen: Any) -> Outcome:
             Fix("leave --quantization out, or use a checkpoint that is not quantized yet."),
             data,
         )
+    if inventory.method is None and inventory.checkpoint.quantization_config:
+        return Outcome(
+            Status.FAIL,
+            "config.json has a quantization_config that names no quant_method",
+            fix=Fix("name the method with --quantization, here and when starting vLLM."),
+            data=data,
+        )
     if inventory.method is None:
         return Outcome(
             Status.INFO,

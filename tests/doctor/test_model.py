@@ -85,6 +85,8 @@ def test_experts_that_are_packed_will_not_load(examine, model, nf4):
         (BNB, None, "ok", "tiny will load with bitsandbytes here."),
         (BNB, "bitsandbytes", "ok", "tiny will load with bitsandbytes here."),
         (BNB, "fp8", "fail", "tiny will not load here with vLLM's own fp8."),
+        ({"load_in_4bit": True}, None, "fail", "tiny will not load here."),
+        ({"load_in_4bit": True}, "bitsandbytes", "ok", "tiny will load with bitsandbytes here."),
         ({"quant_method": "fp8"}, None, "info", "tiny will load here with vLLM's own fp8."),
         ({"quant_method": "nf5"}, None, "fail", "tiny will not load with nf5 here."),
     ],
