@@ -38,7 +38,7 @@ lint: setup  ## code style, types, import layers, generated docs
 		ln -sfn "$(CURDIR)/$${room%%:*}" "$(ROOMS)/$${room##*:}"; done
 	@echo "lint: mypy, minutes when its cache is cold" && MYPYPATH=$(ROOMS) $(BIN)/mypy
 	@echo "lint: import layers" && PYTHONPATH=$(ROOMS) $(BIN)/lint-imports --no-logo
-	@echo "lint: generated docs" && $(BIN)/cog --check README.md docs/*.md
+	@echo "lint: generated docs" && $(BIN)/cog --check --check-fail-msg "run: make docs" README.md docs/*.md
 
 docs: setup  ## write the generated parts of README.md and docs/ anew
 	@$(BIN)/cog -r README.md docs/*.md

@@ -105,7 +105,8 @@ def pip(python: Path, *arguments: str) -> None:
             f"  disk: {free_gib():.1f} GiB are free, a fresh set-up needs {NEEDED_GIB} GiB\n"
             "  network: a package index and, unless pip is configured to find the CPU build "
             f"of torch\n    elsewhere, {TORCH_INDEX} must be reachable\n"
-            "  fix: mend that and run the same make command again; it goes on from here"
+            "  fix: mend that and run the same make command again, it goes on from here; if it\n"
+            "    fails in the same place, run make clean first"
         )
 
 
@@ -151,6 +152,9 @@ def main() -> int:
     except (SetupError, OSError) as error:
         print(f"setup: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("setup: stopped; run the same command again, it goes on from here", file=sys.stderr)
+        return 130
     stamp.write_text(digest)
     say(f"{venv} is ready")
     return 0
