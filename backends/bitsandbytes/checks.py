@@ -141,7 +141,9 @@ def options(_: Facts, seen: Any) -> Outcome:
 
 
 def skip_list(_: Facts, seen: Any) -> Outcome:
-    if not _is_ours(seen) or not seen.formats:
+    if not _is_ours(seen):
+        return _not_ours("the skip list")
+    if not seen.formats:
         return Outcome(Status.OK, "nothing is pre-quantized")
     names = parse(seen.checkpoint.quantization_config or {}).skip
     packed = sorted(name for name in seen.formats if is_skipped(name, names))

@@ -3,6 +3,6 @@
 ``runner.diagnose`` answers and never prints. Importing this package alone imports none of it.
 
 ``facts`` gathers what can be known without importing anything heavy; ``environment``,
-``plugins``, ``model`` and ``fit`` hold the checks; ``table`` puts them in order together with
+``plugins``, ``model``, ``stored`` and ``fit`` hold the checks; ``table`` puts them in order with
 those of the backends; ``runner`` runs them; ``report`` is what comes out.
 """

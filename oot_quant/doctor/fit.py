@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from oot_quant.doctor.inventory import ROW_PARALLEL, Inventory, last_name
-from oot_quant.doctor.model import GROUP, readable
+from oot_quant.doctor.model import GROUP
+from oot_quant.doctor.stored import readable
 from oot_quant.errors import ShardMisaligned
 from oot_quant.memory import is_linear, module_of, weights
 from oot_quant.sharding import granule
