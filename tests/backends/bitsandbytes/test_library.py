@@ -40,6 +40,7 @@ def version(monkeypatch):
 @pytest.fixture
 def stub(monkeypatch):
     """A bitsandbytes made here, with a native handle and arithmetic of its own."""
+    pytest.importorskip("torch")
 
     def make(native=NATIVE, restore=lambda codes, _: codes):
         package = ModuleType("bitsandbytes")
