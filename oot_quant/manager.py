@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
@@ -64,7 +64,7 @@ class BackendManager:
     def __init__(self, points: Iterable[EntryPoint]) -> None:
         self._pm = pluggy.PluginManager(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs)
-        self._modules: dict[str, ModuleType] = {}
+        self._modules: dict[str, ModuleType] = {}  # by module: two backends may claim a name
         loaded = [self._load(point) for point in points]
         # In-tree first: on a clash of names or methods, the first one keeps it.
         loaded.sort(key=lambda record: record.origin != "in-tree")
@@ -94,22 +94,22 @@ class BackendManager:
         record = self.record_for(method)
         if not record.ok:
             raise failure_of(record, method)
-        others = [m for name, m in self._modules.items() if name != record.name]
-        caller = self._pm.subset_hook_caller(hook, remove_plugins=others)
-        return caller(**arguments)
+        return self._caller(record, hook)(**arguments)
 
     def broadcast(self, hook: str) -> list[tuple[BackendRecord, Callable[[], Any]]]:
         """A broadcast hook, as one call for each usable backend that implements it.
 
         The caller runs each in a guard of its own, so that one backend cannot silence others.
         """
-        calls = []
-        for record in self.records:
-            if record.ok and hook in record.hooks:
-                others = [m for name, m in self._modules.items() if name != record.name]
-                caller = self._pm.subset_hook_caller(hook, remove_plugins=others)
-                calls.append((record, lambda caller=caller: caller()[0]))
-        return calls
+        return [
+            (record, partial(_answer, self._caller(record, hook)))
+            for record in self.records
+            if record.ok and hook in record.hooks
+        ]
+
+    def _caller(self, record: BackendRecord, hook: str) -> pluggy.HookCaller:
+        others = [m for name, m in self._modules.items() if name != record.module]
+        return self._pm.subset_hook_caller(hook, remove_plugins=others)
 
     def _load(self, point: EntryPoint) -> BackendRecord:
         dist = point.dist
@@ -127,11 +127,11 @@ class BackendManager:
             info = module.oot_quant_describe()
             if not isinstance(info, BackendInfo):
                 raise TypeError(f"oot_quant_describe returned {type(info).__name__}")
-        except BaseException as error:  # noqa: BLE001 - becomes data; a backend may even exit
+        except BaseException as error:  # becomes data; a backend may even exit
             if isinstance(error, KeyboardInterrupt):
                 raise
             return record.failed(one_line(error), traceback.format_exc())
-        self._modules[point.name] = module
+        self._modules[point.value] = module
         return replace(record, hooks=hooks, info=info)
 
     def _settle_clashes(self, records: Sequence[BackendRecord]) -> Iterable[BackendRecord]:
@@ -149,8 +149,8 @@ class BackendManager:
                 continue
             if record.ok:
                 try:
-                    self._pm.register(self._modules[record.name], name=record.name)
-                except pluggy.PluginValidationError as error:
+                    self._pm.register(self._modules[record.module], name=record.name)
+                except (pluggy.PluginValidationError, ValueError) as error:
                     yield record.failed(one_line(error), traceback.format_exc())
                     continue
                 names[record.name] = record
@@ -177,6 +177,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+def _answer(caller: pluggy.HookCaller) -> Any:
+    """What one backend answered to a broadcast hook; pluggy leaves out a None."""
+    return next(iter(caller()), None)
+
+
 def _origin(record: BackendRecord) -> str:
     return f"{record.distribution} {record.version}"
 
@@ -195,6 +200,13 @@ def _checked_hooks(module: object) -> tuple[str, ...]:
     missing = sorted(hookspecs.required_hooks() - set(marked))
     if missing:
         raise TypeError(f"required hook {missing[0]} is not implemented")
+    for name in marked:
+        taken = inspect.signature(getattr(module, name)).parameters
+        allowed = inspect.signature(known[name]).parameters
+        for argument in taken:
+            if argument not in allowed:
+                may = ", ".join(allowed) or "no arguments"
+                raise TypeError(f"hook {name} takes {argument!r}; it may take: {may}")
     return tuple(name for name in known if name in marked)
 
 
