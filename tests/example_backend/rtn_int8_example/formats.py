@@ -44,12 +44,12 @@ def read_formats(checkpoint: Checkpoint) -> Mapping[str, object] | None:
     for name, weight in tensors.items():
         if name.endswith(".weight") and weight.dtype == "I8":
             scale = tensors.get(f"{name}.scale")
-            if scale is None or scale.shape != weight.shape[:1]:
+            if scale is None or scale.shape != weight.shape[:-1]:
                 raise CheckpointIncomplete(
                     "an int8 weight lacks its scales",
                     where=name,
                     found=f"shape {list(scale.shape)}" if scale else "none",
-                    needed=f"{name}.scale, shape {list(weight.shape[:1])}",
+                    needed=f"{name}.scale, shape {list(weight.shape[:-1])}",
                     fix=FIX,
                 )
             formats[name.removesuffix(".weight")] = Int8(*weight.shape)

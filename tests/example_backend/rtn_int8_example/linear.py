@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase
 
 from oot_quant.errors import UnsupportedFormat
 from oot_quant.types import LinearRequest
@@ -16,6 +16,9 @@ from oot_quant.vllm_glue.linear import (
 )
 
 from .config import RtnInt8Config
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import LinearBase
 
 
 def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
