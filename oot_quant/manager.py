@@ -206,7 +206,7 @@ def _checked_hooks(module: object) -> tuple[str, ...]:
         for argument in taken:
             if argument not in allowed:
                 may = ", ".join(allowed) or "no arguments"
-                raise TypeError(f"hook {name} takes {argument!r}; it may take: {may}")
+                raise TypeError(f"unknown hook argument {argument!r} of {name}; known: {may}")
     return tuple(name for name in known if name in marked)
 
 

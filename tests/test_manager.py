@@ -41,7 +41,7 @@ BROKEN = {
     ),
     "unknown argument": (
         GOOD + "\n@hookimpl\ndef oot_quant_shard_rule(layer):\n    return ()\n",
-        "TypeError: hook oot_quant_shard_rule takes 'layer'; it may take: request",
+        "TypeError: unknown hook argument 'layer' of oot_quant_shard_rule; known: request",
     ),
     "required hook missing": (
         GOOD.split("@hookimpl\ndef oot_quant_config", maxsplit=1)[0],

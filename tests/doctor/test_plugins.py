@@ -66,7 +66,7 @@ def test_a_backend_that_does_not_import_is_named_with_its_reason(manager_of, fac
             "unknown hook oot_quant_shard_rul",
         ),
         ("", "required hook oot_quant_config"),
-        (CONFIG + "\n@hookimpl\ndef oot_quant_shard_rule(wrong): ...\n", "PluginValidationError"),
+        (CONFIG + "\n@hookimpl\ndef oot_quant_shard_rule(wrong): ...\n", "unknown hook argument"),
     ],
 )
 def test_an_ill_fitting_hook_is_told_from_a_failed_import(manager_of, facts, module, hook, words):
