@@ -16,7 +16,13 @@ ENTRY = "oot_quant"
 ALLOWLIST = "VLLM_PLUGINS"
 REINSTALL = f"python -m pip install --force-reinstall --no-deps {DISTRIBUTION}"
 CLASH = ("the name '", "the method '")
-ILL_FITTING = ("TypeError: unknown hook", "TypeError: required hook", "PluginValidationError")
+ILL_FITTING = (
+    "TypeError: unknown hook",
+    "TypeError: required hook",
+    "TypeError: hook ",
+    "TypeError: oot_quant_describe returned",
+    "PluginValidationError",
+)
 """How the manager words the two kinds of failure that are not a failure to import."""
 
 
