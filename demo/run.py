@@ -91,12 +91,17 @@ class Worker:
         with suppress(BrokenPipeError):  # it has ended, and the empty answer below says so
             print(json.dumps({"task": task, **arguments}), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
-        result: dict[str, Any] = json.loads(answer) if answer else {"error": "the process died"}
-        if "error" in result:
-            with LOG.open(encoding="utf-8", errors="replace") as log:
-                tail = "".join(deque(log, LOG_LINES_SHOWN))
-            raise DemoFailed(f"{tail}\n{result['error']}\n  the whole log: {LOG}")
+        if not answer:
+            raise DemoFailed(f"the engine's process died\n{_log_tail()}")
+        result: dict[str, Any] = json.loads(answer)
+        if not result["ok"]:
+            raise DemoFailed(f"an engine failed\n{_log_tail()}")
         return result
+
+
+def _log_tail() -> str:
+    with LOG.open(encoding="utf-8", errors="replace") as log:
+        return "".join(deque(log, LOG_LINES_SHOWN)) + f"  the whole log: {LOG}"
 
 
 @contextmanager
@@ -174,7 +179,8 @@ def main() -> int:
         console.print(f"model: {model.folder}\nengine log: {LOG}", highlight=False, soft_wrap=True)
         checkpoint = compare(model, console)
     except (ModelUnavailable, DemoFailed) as error:
-        console.print(f"demo: error: {error}", style="red", highlight=False, markup=False)
+        text = f"demo: error: {error}"
+        console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("demo: stopped")

@@ -82,10 +82,11 @@ def _keep_weights_in_sight() -> None:
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
     task = job.pop("task")
     try:
-        return serve(**job) if task == "serve" else quantize(**job)
-    except Exception as error:  # noqa: BLE001 - the parent shows it, and the log has it whole
+        result = serve(**job) if task == "serve" else quantize(**job)
+    except Exception:  # noqa: BLE001 - the log has it whole, and the parent shows its end
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"ok": False}
+    return {"ok": True, **result}
 
 
 def _claim_stdout() -> TextIO:
