@@ -116,9 +116,8 @@ def step(console: Console, title: str) -> Iterator[None]:
     ) as bar:
         bar.add_task(title, total=None)
         yield
-    console.print(
-        f"ok  {title} ({time.monotonic() - started:.0f} s)", highlight=False, markup=False
-    )
+    done = f"ok  {title} ({time.monotonic() - started:.0f} s)"
+    console.print(done, highlight=False, markup=False, soft_wrap=True)
 
 
 def compare(model: Model, console: Console) -> Path | str:
