@@ -110,7 +110,7 @@ def step(console: Console, title: str) -> Iterator[None]:
     started = time.monotonic()
     if not console.is_terminal:
         console.print(f"... {title}", highlight=False, markup=False, soft_wrap=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
