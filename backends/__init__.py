@@ -1,1 +1,1 @@
-"""The backends that ship with oot-quant, one folder for each; imported as ``oot_quant_backends``."""
+"""The backends that ship with oot-quant, one folder each; imported as ``oot_quant_backends``."""

@@ -28,6 +28,7 @@ BYTES = {
 """Bytes of one element, by safetensors' name of a dtype."""
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
+HUB_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,7 @@ def _read_folder(model: str, folder: Path) -> Checkpoint:
             )
         tensors.update(read_header(path))
     strays = tuple(name for name in present if name not in names)
-    return Checkpoint(
-        model, folder, config, tensors, bool(names), strays, tuple(names)
-    )
+    return Checkpoint(model, folder, config, tensors, bool(names), strays, tuple(names))
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -206,9 +205,7 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
             "a JSON file of the model does not parse", where=str(path), found=str(error)
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointUnreadable(
-            "a JSON file of the model is not an object", where=str(path)
-        )
+        raise CheckpointUnreadable("a JSON file of the model is not an object", where=str(path))
     return content
 
 
@@ -235,10 +232,12 @@ def _read_hub(model: str, revision: str | None) -> Checkpoint:
             fix="unset HF_HUB_OFFLINE, or download the model while online",
         )
     try:
+        # Asks once and without retries, unlike what follows: offline, it says so at once.
+        HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_SECONDS)
         config_file = hf_hub_download(model, "config.json", revision=revision)
         config = _read_json(Path(config_file))
         metadata = HfApi().get_safetensors_metadata(model, revision=revision)
-    except Exception as error:  # noqa: BLE001 - many kinds, all meaning the same to a user
+    except Exception as error:
         if type(error).__name__ == "NotASafetensorsRepoError":
             return Checkpoint(model, None, config, {}, readable=False)
         raise _hub_error(model, error) from error
@@ -257,7 +256,7 @@ def _hub_error(model: str, error: Exception) -> CheckpointMissing:
     elif kind in ("RepositoryNotFoundError", "RevisionNotFoundError"):
         fix = "check the name and the revision; a private model needs: hf auth login"
     else:
-        fix = "check the network, or give a local folder"
+        fix = "check the name and the network, or give a local folder that exists"
     detail = str(error).strip().splitlines()
     return CheckpointMissing(
         "the model cannot be read from the Hub",

@@ -29,13 +29,17 @@ def register() -> None:
             log.error(
                 "oot-quant: vLLM %s is older than %s; nothing was registered. "
                 'Fix: python -m pip install --upgrade "vllm>=%s"',
-                version, compat.OLDEST, compat.OLDEST,
+                version,
+                compat.OLDEST,
+                compat.OLDEST,
             )
             return
         if verdict == "newer":
             log.warning(
                 "oot-quant: vLLM %s is newer than %s, the newest that this release was tested "
-                "with.", version, compat.NEWEST_TESTED,
+                "with.",
+                version,
+                compat.NEWEST_TESTED,
             )
         from oot_quant.vllm_glue.registration import register_backends
 

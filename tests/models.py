@@ -48,9 +48,14 @@ class ModelShelf:
             from transformers import LlamaConfig, LlamaForCausalLM
 
             sizes = {
-                "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-                "vocab_size": 512, "tie_word_embeddings": tied,
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "vocab_size": 512,
+                "tie_word_embeddings": tied,
             }
             _save_random(LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})), folder)
 
@@ -63,9 +68,14 @@ class ModelShelf:
             from transformers import Phi3Config, Phi3ForCausalLM
 
             config = Phi3Config(
-                hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
-                pad_token_id=0, tie_word_embeddings=False,
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=512,
+                pad_token_id=0,
+                tie_word_embeddings=False,
             )
             _save_random(Phi3ForCausalLM(config), folder)
 
@@ -81,8 +91,11 @@ class ModelShelf:
             from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
             config = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type=quant_type,
-                bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.bfloat16, **options,
+                load_in_4bit=True,
+                bnb_4bit_quant_type=quant_type,
+                bnb_4bit_use_double_quant=nested,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+                **options,
             )
             # Saved before the first forward: bitsandbytes may repack the weights there.
             model = AutoModelForCausalLM.from_pretrained(
@@ -135,7 +148,7 @@ def _save_random(model: torch.nn.Module, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:  # noqa: PLR2004 - matrices; norms stay one
+            if parameter.ndim == 2:  # matrices; norms stay one
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * SPREAD)
     model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
 

@@ -71,7 +71,8 @@ def test_packed_bytes_are_covered_exactly_once(rows, halves, ranks):
 @given(part=WIDTHS, ranks=RANKS, run=RUNS)
 def test_a_granule_stays_within_run_row_and_rank_and_is_the_longest(part, ranks, run):
     size = granule(Runs(weights=run, repeatable=True), part * ranks, part)
-    assert run % size == 0 and part % size == 0
+    assert run % size == 0
+    assert part % size == 0
     assert size == gcd(run, part)
 
 

@@ -14,12 +14,12 @@ from oot_quant.memory import is_expert, is_linear, module_of
 from oot_quant.types import Check, Facts, Fix, Outcome, Status
 
 from . import LIBRARY, library
-from .formats import FourBit
-from .options import Options, is_skipped, parse
+from .agreement import METHOD, check_options, check_promise, skip_list_faults
+from .formats import FourBit, label
+from .options import parse
 
 PREFIX = "backend.bitsandbytes"
 GROUP = "backend bitsandbytes"
-METHOD = "bitsandbytes"
 DEEP = Fix(
     "let it compute something here; if that works, so will models.", ("oot-quant doctor --deep",)
 )
@@ -36,7 +36,6 @@ PLATFORMS = {
 DTYPES = frozenset({"bfloat16", "float16", "float32"})
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Last names of matrices that vLLM's models merge into one layer."""
-NAMES_SHOWN = 5
 
 
 def probe_version(_: Facts) -> str:
@@ -111,33 +110,14 @@ def dtype(facts: Facts, seen: Any) -> Outcome:
 
 
 def options(_: Facts, seen: Any) -> Outcome:
-    """Raises what parsing the section raises: unknown values, 8-bit weights."""
+    """Raises what loading would: unknown values, 8-bit weights, contradictions."""
     if not _is_ours(seen):
         return _not_ours("the quantization config")
-    section = seen.checkpoint.quantization_config or {}
-    wanted = parse(section)
-    stored = _four_bit(seen)
-    if section.get("quant_method") == METHOD and seen.formats == {}:
-        return Outcome(
-            Status.FAIL,
-            "config.json says that the weights are stored by bitsandbytes, but none is",
-            fix=Fix(
-                "remove quantization_config from config.json; to quantize in flight, start vLLM "
-                "with --quantization bitsandbytes then."
-            ),
-            data={"option": "quant_method", "claimed": METHOD},
-        )
-    for option, claimed, found in _claims(wanted, stored.values()):
-        if option in wanted.given and found - {claimed}:
-            values = ", ".join(sorted(map(str, found)))
-            return Outcome(
-                Status.FAIL,
-                f"config.json says {option} {claimed}, the tensors say {values}",
-                "A stored weight cannot be changed while loading.",
-                Fix(f"set quantization_config.{option} in config.json to {values}, or remove it."),
-                {"option": option, "claimed": claimed, "found": sorted(map(str, found))},
-            )
-    return Outcome(Status.OK, "config.json and the tensors agree", data={"modules": len(stored)})
+    wanted = parse(seen.checkpoint.quantization_config or {})
+    check_promise(seen.checkpoint, seen.formats)
+    check_options(wanted, seen.formats or {})
+    modules = len(_four_bit(seen))
+    return Outcome(Status.OK, "config.json and the tensors agree", data={"modules": modules})
 
 
 def skip_list(_: Facts, seen: Any) -> Outcome:
@@ -146,17 +126,15 @@ def skip_list(_: Facts, seen: Any) -> Outcome:
     if not seen.formats:
         return Outcome(Status.OK, "nothing is pre-quantized")
     names = parse(seen.checkpoint.quantization_config or {}).skip
-    packed = sorted(name for name in seen.formats if is_skipped(name, names))
-    dense = sorted(name for name in _siblings_in_16_bit(seen) if not is_skipped(name, names))
-    data = {"listed": list(names), "packed_though_listed": packed, "plain_though_not_listed": dense}
-    if not packed and not dense:
+    linear = (module_of(t.name) for t in seen.checkpoint.tensors.values() if is_linear(t))
+    faults = skip_list_faults(names, seen.formats, linear)
+    data = {"listed": list(names), **{key: list(value) for key, value in vars(faults).items()}}
+    if not faults:
         return Outcome(Status.OK, "the skip list and the tensors agree", data=data)
-    lines = [f"Quantized though listed: {_some(packed)}."] if packed else []
-    lines += [f"Not quantized though not listed: {_some(dense)}."] if dense else []
     return Outcome(
         Status.WARN,
         "llm_int8_skip_modules in config.json and the stored tensors disagree",
-        "\n".join([*lines, "oot-quant goes by the tensors, so the model loads."]),
+        "\n".join([*faults.sentences(), "oot-quant goes by the tensors, so the model loads."]),
         Fix("correct the list in config.json: other programs go by it and may fail."),
         data,
     )
@@ -184,7 +162,7 @@ def fused(_: Facts, seen: Any) -> Outcome:
                 return Outcome(
                     Status.FAIL,
                     f"{names[0]} is merged with others that are stored in another format",
-                    "\n".join(f"  {name}: {_label(stored.get(name))}" for name in names),
+                    "\n".join(f"  {name}: {label(stored.get(name))}" for name in names),
                     Fix("use a checkpoint that treats them alike, or a 16-bit one."),
                     {"modules": list(names)},
                 )
@@ -223,26 +201,6 @@ def _four_bit(seen: Any) -> dict[str, FourBit]:
     return {name: form for name, form in (seen.formats or {}).items() if isinstance(form, FourBit)}
 
 
-def _claims(wanted: Options, stored: Iterable[FourBit]) -> list[tuple[str, Any, set[Any]]]:
-    """Options that the tensors can contradict: name, claimed value, values found."""
-    forms = list(stored)
-    return [
-        ("bnb_4bit_quant_type", wanted.quant_type, {form.quant_type for form in forms}),
-        ("bnb_4bit_blocksize", wanted.blocksize, {form.blocksize for form in forms}),
-    ]
-
-
-def _siblings_in_16_bit(seen: Any) -> list[str]:
-    """Plain linear modules whose namesakes in other layers are quantized."""
-    kinds = {_kind(name) for name in seen.formats}
-    plain = (module_of(t.name) for t in seen.checkpoint.tensors.values() if is_linear(t))
-    return [name for name in plain if name not in seen.formats and _kind(name) in kinds]
-
-
-def _kind(module: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
-
-
 def _groups(checkpoint: Any, parts: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
     """Modules of a checkpoint that are merged into one, by their shared parent."""
     found: Mapping[str, list[str]] = defaultdict(list)
@@ -252,18 +210,6 @@ def _groups(checkpoint: Any, parts: tuple[str, ...]) -> Iterable[tuple[str, ...]
             if name in parts and not is_expert(parent):
                 found[parent].append(f"{parent}.{name}")
     return (tuple(sorted(names)) for names in found.values() if len(names) == len(parts))
-
-
-def _label(form: FourBit | None) -> str:
-    if form is None:
-        return "not quantized"
-    nested = ", double quantization" if form.nested else ""
-    return f"{form.quant_type}, blocks of {form.blocksize}{nested}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 VERSION, NATIVE, MODEL = f"{PREFIX}.version", f"{PREFIX}.native", ("model.method",)

@@ -80,6 +80,14 @@ def summarize(format: object) -> ModuleSummary:
     return ModuleSummary(format.quant_type, format.bytes, options, format.shape)
 
 
+def label(format: object) -> str:
+    """One module's format in a few words, for messages; anything else is unquantized."""
+    if not isinstance(format, FourBit):
+        return "unquantized"
+    nested = ", double quantization" if format.nested else ""
+    return f"{format.quant_type}, blocks of {format.blocksize}{nested}"
+
+
 def parse_state(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON of a quant state, with the fields that loading needs checked.
 
@@ -176,7 +184,7 @@ def _four_bit(checkpoint: Checkpoint, module: str, side: dict[str, StoredTensor]
             raise CheckpointIncomplete(
                 f"a quantized weight lacks its {'quant_state' if part == 'state' else part}",
                 where=f"{module}.weight",
-                found=f"only {', '.join(sorted(t.name.rsplit('.weight.')[-1] for t in side.values()))}",
+                found=f"only {', '.join(sorted(side))}",
                 needed=", ".join("quant_state" if p == "state" else p for p in needed),
                 fix="download or save the checkpoint again",
             )
@@ -197,9 +205,7 @@ def _four_bit(checkpoint: Checkpoint, module: str, side: dict[str, StoredTensor]
     return FourBit(quant_type, blocksize, nested, total, shape)
 
 
-def _blocksize(
-    weight: StoredTensor, absmax: StoredTensor, state: Mapping[str, Any] | None
-) -> int:
+def _blocksize(weight: StoredTensor, absmax: StoredTensor, state: Mapping[str, Any] | None) -> int:
     """Weights for each scale, from the counts of both; the JSON, where read, must agree."""
     weights = 2 * weight.bytes
     fitting = [size for size in BLOCKSIZES if -(-weights // size) == absmax.elements]

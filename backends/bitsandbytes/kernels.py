@@ -99,9 +99,10 @@ class Gemm4bit(Reference):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         shape = [weight.shape[0], 2 * weight.shape[1]]
-        return torch.ops.bitsandbytes.gemm_4bit(
+        out: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit(
             x, weight.view(-1, 1), shape, absmax.view(-1), self.blocksize, self.quant_type, bias
         )
+        return out
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,14 @@ class PackedCpu:
 
         shape = torch.Size((weight.shape[0], 2 * weight.shape[1]))
         state = bnb.QuantState(
-            absmax.reshape(-1), shape=shape, blocksize=self.blocksize,
-            quant_type=self.quant_type, dtype=torch.bfloat16,
+            absmax.reshape(-1),
+            shape=shape,
+            blocksize=self.blocksize,
+            quant_type=self.quant_type,
+            dtype=torch.bfloat16,
         )
-        packed, state = bnb._convert_weight_packed_for_cpu(weight.reshape(-1), state)
+        convert = bnb._convert_weight_packed_for_cpu  # noqa: SLF001 - nothing public packs
+        packed, state = convert(weight.reshape(-1), state)
         return packed, state.absmax
 
     def __call__(
@@ -137,7 +142,9 @@ class PackedCpu:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         shape = [weight.shape[0], 2 * weight.shape[1]]
-        out = torch.ops.bitsandbytes.gemv_4bit(x, weight, shape, absmax, quant_map, self.blocksize)
+        out: torch.Tensor = torch.ops.bitsandbytes.gemv_4bit(
+            x, weight, shape, absmax, quant_map, self.blocksize
+        )
         return out if bias is None else out + bias
 
     def dequantize(

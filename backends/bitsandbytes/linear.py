@@ -23,10 +23,11 @@ from oot_quant.vllm_glue.linear import (
 from oot_quant.vllm_glue.params import Decoder, Site, to_matrix
 
 from .config import BitsAndBytesConfig
-from .formats import BLOCKSIZES, FourBit, parse_state
+from .formats import BLOCKSIZES, FourBit, label, parse_state
 from .kernels import Kernel, choose
+from .library import require_library
 from .options import Options
-from .weights import decode_absmax, quantize
+from .weights import code_table, decode_absmax, quantize
 
 
 def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
@@ -37,6 +38,7 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
     """
     config = request.config
     assert isinstance(config, BitsAndBytesConfig)
+    require_library()  # in the worker too, where the device that it has to work on is in use
     if not config.prequantized:
         return None if _is_skipped(config, request) else Online4bitLinearMethod(config.wanted)
     if not config.formats:
@@ -51,7 +53,7 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
         raise UnsupportedFormat(
             "the matrices of one fused layer are stored in different formats",
             where=request.prefix,
-            found="; ".join(f"{name}: {_label(format)}" for name, format in stored.items()),
+            found="; ".join(f"{name}: {label(format)}" for name, format in stored.items()),
             needed="all of them in the same format",
             fix="use a checkpoint that treats them alike, or a 16-bit one",
         )
@@ -69,13 +71,6 @@ def _is_skipped(config: BitsAndBytesConfig, request: LinearRequest) -> bool:
             "%s, which is merged into it.", request.prefix, ", ".join(skipped),
         )  # fmt: skip
     return bool(skipped)
-
-
-def _label(format: object) -> str:
-    if not isinstance(format, FourBit):
-        return "unquantized"
-    nested = ", double quantization" if format.nested else ""
-    return f"{format.quant_type}, blocks of {format.blocksize}{nested}"
 
 
 class FourBitLinearMethod(QuantizedLinearMethod):
@@ -102,11 +97,11 @@ class FourBitLinearMethod(QuantizedLinearMethod):
         return {"weight": weight, "weight_absmax": absmax, "weight_quant_map": quant_map}
 
     def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self.kernel(x, layer.weight, layer.weight_absmax, layer.weight_quant_map, bias)
 
-    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
+    def dequantize_weight(self, layer: LinearBase) -> torch.Tensor:
         dense = self.kernel.dequantize(layer.weight, layer.weight_absmax, layer.weight_quant_map)
         return dense.to(layer.params_dtype)
 
@@ -128,11 +123,12 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
 
     def _decode_absmax(self, layer: LinearBase) -> torch.Tensor:
         """Scales of all merged matrices, each decoded with its own statistics."""
+        offsets = layer.weight_quant_state.data.view(torch.float32)
         parts = zip(
             layer.weight_absmax.data.split(self.shape.rows),
             layer.weight_nested_quant_map.data,
             layer.weight_nested_absmax.data.split(self.shape.rows),
-            layer.weight_quant_state.data,
+            torch.zeros_like(offsets) if self.is_dummy else offsets,
             strict=True,
         )
         return torch.cat([decode_absmax(*part) for part in parts])
@@ -140,6 +136,8 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
     def _quant_map(self, layer: LinearBase) -> torch.Tensor:
         """The 16 values, which merged matrices have to share."""
         maps = layer.weight_quant_map.data
+        if self.is_dummy:
+            return code_table(self.stored.quant_type, maps.device)
         if not bool((maps == maps[0]).all()):
             raise WeightMismatch(
                 "the matrices of one fused layer have different code tables",
@@ -148,7 +146,8 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
                 needed="the same 16 values for all of them",
                 fix="use a checkpoint that quantizes them alike",
             )
-        return maps[0].clone()
+        shared: torch.Tensor = maps[0]
+        return shared.clone()
 
     def _nested_offset(self, blob: torch.Tensor, site: Site) -> torch.Tensor:
         """The one number of the JSON that loading needs; the rest must agree with the layer."""
@@ -163,10 +162,10 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
                 where=site.where,
                 found=f"{state['quant_type']}, blocks of {state['blocksize']}, "
                 f"shape {list(state['shape'])}",
-                needed=f"{_label(self.stored)}, shape {[site.rows, site.columns]}",
+                needed=f"{label(self.stored)}, shape {[site.rows, site.columns]}",
                 fix="use a checkpoint made for this model and its config.json",
             )
-        return torch.tensor([state["nested_offset"]], dtype=torch.float32)
+        return torch.tensor([state["nested_offset"]], dtype=torch.float32).view(torch.uint8)
 
 
 class Online4bitLinearMethod(OnlineLinearMethod, FourBitLinearMethod):

@@ -28,22 +28,19 @@ def decode_absmax(
 ) -> torch.Tensor:
     """Undo double quantization: scales from their 8-bit codes.
 
-    codes: [rows, n] float32 holding whole numbers 0 to 255; quant_map: [256];
-    nested_absmax: [rows, m] with n a multiple of m; offset: [1]. All float32, whatever the
-    default dtype of torch is meanwhile. Returns [rows, n] float32.
+    codes: [rows, n] uint8; quant_map: [256]; nested_absmax: [rows, m] with n a multiple of
+    m; offset: [1]. All but the codes in float32, whatever the default dtype of torch is
+    meanwhile. Returns [rows, n] float32.
 
-    Source: bitsandbytes.functional.dequantize_4bit. Random (dummy) weights may hold codes
-    outside the range; they are clamped, so that nothing is read out of bounds.
+    Source: bitsandbytes.functional.dequantize_4bit.
     """
-    index = codes.nan_to_num().clamp(0, 255).to(torch.int64)
+    index = codes.to(torch.int64)
     repeats = codes.shape[1] // nested_absmax.shape[1]
     scales = nested_absmax.repeat_interleave(repeats, dim=1)
     return quant_map[index] * scales + offset
 
 
-def unpack(
-    weight: torch.Tensor, absmax: torch.Tensor, quant_map: torch.Tensor
-) -> torch.Tensor:
+def unpack(weight: torch.Tensor, absmax: torch.Tensor, quant_map: torch.Tensor) -> torch.Tensor:
     """The weights that packed codes stand for, in float32.
 
     weight: [rows, columns / 2] uint8, high nibble first; absmax: [rows, n] float32 with
@@ -67,7 +64,9 @@ def quantize(
 
     with _float32_default(), _library_stream(weight):
         packed, state = bnb.quantize_4bit(
-            weight.contiguous(), blocksize=blocksize, compress_statistics=nested,
+            weight.contiguous(),
+            blocksize=blocksize,
+            compress_statistics=nested,
             quant_type=quant_type,
         )
         absmax = state.absmax
@@ -81,7 +80,8 @@ def code_table(quant_type: str, device: torch.device) -> torch.Tensor:
     import bitsandbytes.functional as bnb
 
     with _float32_default():
-        return bnb.get_4bit_type(quant_type, device=device)
+        table: torch.Tensor = bnb.get_4bit_type(quant_type, device=device)
+    return table
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     ``formats`` maps vLLM's module names to the backend's format objects; ``prequantized``
     tells whether the checkpoint holds any, which is decided by its tensors where their
     headers can be read and by the presence of a quantization section otherwise.
+    ``stored_modules`` are the modules that have a stored weight, quantized or not.
     """
 
     method: ClassVar[str]
@@ -53,7 +54,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.options = dict(options or {})
         self.formats: dict[str, object] = {}
         self.prequantized = bool(options)
-        self._modules: set[str] = set()
+        self.stored_modules: set[str] = set()
         self._seen: dict[str, set[bool]] = {}
         self._unresolved: dict[str, str] = {}
 
@@ -104,13 +105,11 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         checkpoint = _read(model_name, revision)
         found = None
         if checkpoint is not None:
-            found = backends().call(
-                self.method, "oot_quant_read_formats", checkpoint=checkpoint
-            )
+            found = backends().call(self.method, "oot_quant_read_formats", checkpoint=checkpoint)
         if found is not None and checkpoint is not None:
             self.formats = dict(found)
             self.prequantized = bool(found)
-            self._modules = set(_modules(checkpoint.tensors))
+            self.stored_modules = set(_modules(checkpoint.tensors))
         self.check(checkpoint)
         if hf_config is not None:
             # vLLM keys its compile cache by the model's config, not by what this class
@@ -120,7 +119,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Rename modules to where vLLM's model class puts them."""
         self.formats = dict(_renamed(hf_to_vllm_mapper, self.formats.items()))
-        self._modules = {name for name, _ in _renamed(hf_to_vllm_mapper, _keyed(self._modules))}
+        self.stored_modules = {
+            name for name, _ in _renamed(hf_to_vllm_mapper, _keyed(self.stored_modules))
+        }
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         rules = backends().call(self.method, "oot_quant_weight_names", method=self.method) or ()
@@ -172,9 +173,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _check_stored(self, prefix: str, members: tuple[str, ...]) -> None:
         """Raise if a layer has no stored weight although the same layer elsewhere has one."""
-        if not self._modules:
+        if not self.stored_modules:
             return
-        stored = any(name in self._modules for name in (prefix, *members))
+        stored = any(name in self.stored_modules for name in (prefix, *members))
         kind = re.sub(r"\d+", "*", prefix)
         self._seen.setdefault(kind, set()).add(stored)
         if not stored:
@@ -206,7 +207,8 @@ def _keyed(names: Iterable[str]) -> Iterable[tuple[str, None]]:
 
 def _renamed(mapper: WeightsMapper, items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
     """Module names as the mapper would rename their weight; those that it drops are left out."""
-    rename = getattr(mapper, "map_name", None) or mapper._map_name
+    # vLLM 0.28 to 0.31 call it _map_name.
+    rename = getattr(mapper, "map_name", None) or mapper._map_name  # noqa: SLF001
     for name, value in items:
         new = rename(f"{name}.weight")
         if new is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ MEMBER_OF_SHARD = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's unpacked weight. ``rows`` is each merged matrix's part on this rank,
-    ``columns`` the input width over all ranks, ``rank_columns`` this rank's part of it."""
+    """A layer's unpacked weight.
+
+    ``rows`` is each merged matrix's part on this rank, ``columns`` the input width over all
+    ranks, ``rank_columns`` this rank's part of it.
+    """
 
     rows: tuple[int, ...]
     columns: int
@@ -84,16 +88,18 @@ def create_parameters(
 
 
 def check_filled(layer: LinearBase, rules: Sequence[ParameterRule]) -> None:
-    """Raise CheckpointIncomplete if a poisoned parameter still holds its poison (NaN)."""
+    """Raise CheckpointIncomplete if a line of a poisoned parameter still holds its poison."""
     for rule in rules:
         if rule.poison is None:
             continue
         value = getattr(layer, rule.name)
-        if bool(torch.isnan(value).any()):
+        is_poison = value.isnan() if isnan(rule.poison) else value == rule.poison
+        unfilled = is_poison.all(dim=-1)
+        if bool(unfilled.any()):
             raise CheckpointIncomplete(
                 "a quantized layer was not filled by the checkpoint",
                 where=f"{layer.prefix}.{rule.name}",
-                found=f"{int(torch.isnan(value).sum())} of {value.numel()} items missing",
+                found=f"{int(unfilled.sum())} of {len(unfilled)} lines were never loaded",
                 needed="a stored tensor for every matrix of the layer",
                 fix="download or save the checkpoint again",
             )
@@ -103,7 +109,9 @@ def load_plain_weight(layer: LinearBase) -> Callable[..., None]:
     """A loader for 16-bit weights that are quantized later; refuses packed ones by name."""
     reference = weakref.ref(layer)
 
-    def load_plain(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
+    def load_plain(
+        param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
+    ) -> None:
         layer = _alive(reference)
         if not loaded_weight.is_floating_point():
             raise WeightMismatch(
@@ -118,9 +126,7 @@ def load_plain_weight(layer: LinearBase) -> Callable[..., None]:
     return load_plain
 
 
-def to_matrix(
-    items: torch.Tensor, layout: Runs, site: Site, size: int
-) -> torch.Tensor:
+def to_matrix(items: torch.Tensor, layout: Runs, site: Site, size: int) -> torch.Tensor:
     """Flat stored items as a matrix with ``size`` weights for each item.
 
     items: any shape, in the order of the file. Returns [rows, items in a row]; a view where
@@ -148,13 +154,13 @@ def stored_rows(layer: LinearBase, shard_id: ShardId) -> int:
     """Rows of the whole matrix that is stored for one shard of a layer, over all ranks."""
     if isinstance(layer, QKVParallelLinear):
         key_value = layer.total_num_kv_heads
-        sizes = {
+        sizes: dict[ShardId, int] = {
             "q": layer.total_num_heads * layer.head_size,
             "k": key_value * layer.head_size,
             "v": key_value * layer.v_head_size,
         }
         if shard_id in sizes:
-            return sizes[str(shard_id)]
+            return sizes[shard_id]
         if shard_id is None:
             return sum(sizes.values())
     sizes_of_members: list[int] = getattr(layer, "output_sizes", [layer.output_size])
@@ -177,7 +183,9 @@ def _matrix_loader(
     layout = rule.layout
     assert isinstance(layout, Runs)
 
-    def load_matrix(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None) -> None:
+    def load_matrix(
+        param: Any, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
+    ) -> None:
         layer = _alive(reference)
         site = _site(layer, rule, shape, loaded_shard_id)
         matrix = to_matrix(decode(loaded_weight, site), layout, site, size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from oot_quant.errors import OotQuantError
 from oot_quant.vllm_glue.config import PluginConfig
@@ -12,7 +13,7 @@ def stand_in_for(method: str, error: OotQuantError) -> type[PluginConfig]:
     """A config class for ``method`` that raises ``error`` as soon as an engine wants it."""
 
     class StandInConfig(PluginConfig):
-        def __init__(self, options: Any = None) -> NoReturn:
+        def __init__(self, options: Mapping[str, Any] | None = None) -> None:
             raise error
 
     StandInConfig.method = method

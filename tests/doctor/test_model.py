@@ -3,7 +3,7 @@
 import pytest
 
 from oot_quant.doctor.runner import diagnose
-from oot_quant.types import DoctorRequest
+from oot_quant.types import DoctorRequest, Status
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 DOWN = "model.layers.{}.mlp.down_proj"
@@ -183,5 +183,7 @@ def test_matrices_that_are_merged_must_be_stored_alike(examine, model, nf4):
 def test_options_that_the_tensors_contradict_are_a_failure(examine, model, nf4):
     section = BNB | {"bnb_4bit_quant_type": "fp4"}
     results, verdict = examine(model(nf4(DOWN.format(0), 64, 64), quantization_config=section))
-    assert results["backend.bitsandbytes.options"].data["found"] == ["nf4"]
+    outcome = results["backend.bitsandbytes.options"]
+    assert outcome.status == Status.FAIL
+    assert "stored as 'nf4', config says 'fp4'" in outcome.data["found"]
     assert not verdict.loads

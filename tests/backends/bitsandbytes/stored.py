@@ -41,7 +41,10 @@ def pack(
     wrong (0.50.2), so the values are looked up one by one.
     """
     packed, state = quantize_4bit(
-        matrix, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested,
+        matrix,
+        blocksize=blocksize,
+        quant_type=quant_type,
+        compress_statistics=nested,
         quant_storage=storage,
     )
     sides = state.as_dict(packed=True)

@@ -37,9 +37,7 @@ def test_the_tensors_decide_whatever_the_skip_list_says(tmp_path, skip, with_key
     assert list(config.formats) == [UP]
 
 
-def test_a_skip_list_that_contradicts_the_tensors_is_one_warning_with_names(
-    tmp_path, caplog_vllm
-):
+def test_a_skip_list_that_contradicts_the_tensors_is_one_warning_with_names(tmp_path, caplog_vllm):
     packed, _ = pack("model.layers.0.fc1", random_matrix(64, 128))
     packed |= pack("model.layers.1.fc1", random_matrix(64, 128))[0]
     packed["model.layers.2.fc1.weight"] = random_matrix(64, 128)
@@ -47,8 +45,8 @@ def test_a_skip_list_that_contradicts_the_tensors_is_one_warning_with_names(
     config_for("bitsandbytes", write_checkpoint(tmp_path, packed, section))
     warnings = [record for record in caplog_vllm.records if "skip_modules" in record.message]
     assert len(warnings) == 1
-    assert "stored in 4 bit though listed: model.layers.1.fc1" in warnings[0].getMessage()
-    assert "unquantized though not listed: model.layers.2.fc1" in warnings[0].getMessage()
+    assert "Stored in 4 bit though listed: model.layers.1.fc1" in warnings[0].getMessage()
+    assert "Stored unquantized though not listed: model.layers.2.fc1" in warnings[0].getMessage()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +189,8 @@ class TestThroughTheEngineConfig:
     def test_other_options_give_another_compile_cache(self, shelf: ModelShelf):
         hashes = {
             self.config(
-                shelf.llama(), quantization="bitsandbytes",
+                shelf.llama(),
+                quantization="bitsandbytes",
                 hf_overrides={"quantization_config": {"bnb_4bit_quant_type": kind}},
             ).compute_hash()
             for kind in ("nf4", "fp4")
@@ -209,7 +208,8 @@ class TestThroughTheEngineConfig:
     def test_a_bad_request_reaches_the_user_with_its_own_words(self, shelf, section, words):
         with pytest.raises(OotQuantError) as caught:
             self.config(
-                shelf.llama(), quantization="bitsandbytes",
+                shelf.llama(),
+                quantization="bitsandbytes",
                 hf_overrides={"quantization_config": section},
             )
         assert str(caught.value).startswith(words)

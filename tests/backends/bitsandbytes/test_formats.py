@@ -37,7 +37,11 @@ def formats_of(folder, tensors):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
 def test_headers_tell_type_block_and_nesting(tmp_path, quant_type, blocksize, nested, storage):
     tensors, _ = pack(
-        "m", random_matrix(64, 256), quant_type=quant_type, blocksize=blocksize, nested=nested,
+        "m",
+        random_matrix(64, 256),
+        quant_type=quant_type,
+        blocksize=blocksize,
+        nested=nested,
         storage=storage,
     )
     (found,) = formats_of(tmp_path, tensors).values()

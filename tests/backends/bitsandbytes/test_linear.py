@@ -36,8 +36,13 @@ PREFIX = {
     "qkv": "model.layers.0.self_attn.qkv_proj",
 }
 PARTS = {"merged": ("gate_proj", "up_proj"), "qkv": ("q_proj", "k_proj", "v_proj")}
-ROWS = {"replicated": (64,), "column": (128,), "row": (64,), "merged": (128, 128),
-        "qkv": (256, 128, 128)}
+ROWS = {
+    "replicated": (64,),
+    "column": (128,),
+    "row": (64,),
+    "merged": (128, 128),
+    "qkv": (256, 128, 128),
+}
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -312,9 +317,7 @@ def test_a_finished_layer_may_be_finished_again(tmp_path):
     layer = load("row", write_checkpoint(tmp_path, tensors), tensors, 256)
     process(layer)
     assert torch.equal(weight_of(layer), whole[0])
-    assert sorted(dict(layer.named_parameters())) == [
-        "weight", "weight_absmax", "weight_quant_map"
-    ]
+    assert sorted(dict(layer.named_parameters())) == ["weight", "weight_absmax", "weight_quant_map"]
 
 
 def test_a_table_of_other_values_is_honoured(tmp_path):
@@ -322,7 +325,7 @@ def test_a_table_of_other_values_is_honoured(tmp_path):
     key = f"{PREFIX['row']}.weight.quant_map"
     tensors[key] = tensors[key] * 0.5
     layer = load("row", write_checkpoint(tmp_path, tensors), tensors, 256)
-    usual, whole = packed_members("row", 256)
+    _, whole = packed_members("row", 256)
     assert torch.equal(weight_of(layer), whole[0] * 0.5)
     x = torch.randn(2, 256)
     reference = x.double() @ (whole[0] * 0.5).double().t()

@@ -17,7 +17,9 @@ def test_without_options_it_is_plain_nf4_in_blocks_of_64():
 def test_what_transformers_writes_is_understood_in_full():
     transformers = pytest.importorskip("transformers")
     section = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="fp4",
+        bnb_4bit_use_double_quant=True,
         llm_int8_skip_modules=["lm_head"],
     ).to_dict()
     options = parse(section)

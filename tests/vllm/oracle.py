@@ -1,0 +1,77 @@
+"""Plain transformers in float32 on the unpacked weights: what an engine has to agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models import dequantized_weights
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Greedy tokens, and by how much each was ahead of the second best, in log probability."""
+
+    tokens: list[int]
+    leads: list[float]
+
+
+class Oracle:
+    """Plain transformers in float32 on the CPU."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model.float().eval()
+
+    @classmethod
+    def unpacked(cls, folder: Path) -> Oracle:
+        """On weights that bitsandbytes unpacked to float32: exact."""
+        config = AutoConfig.from_pretrained(folder)
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        weights = dequantized_weights(folder)
+        missing = model.load_state_dict(weights, strict=False)
+        assert not missing.unexpected_keys
+        assert set(missing.missing_keys) <= {"lm_head.weight"}
+        model.tie_weights()
+        return cls(model)
+
+    @classmethod
+    def dequantized(cls, folder: Path) -> Oracle:
+        """As transformers dequantizes a checkpoint itself, by way of its stored bfloat16."""
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return cls(model.dequantize(dtype=torch.float32))
+
+    @torch.inference_mode()
+    def continue_greedily(self, prompt: Sequence[int], count: int = 16) -> Continuation:
+        ids, leads = list(prompt), []
+        for _ in range(count):
+            scores = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            best = scores.topk(2)
+            leads.append(float(best.values[0] - best.values[1]))
+            ids.append(int(best.indices[0]))
+        return Continuation(ids[len(prompt) :], leads)
+
+    @torch.inference_mode()
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        scores = self.model(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
+        picked = scores.gather(1, torch.tensor(list(ids[1:])).unsqueeze(1))
+        return [float(value) for value in picked.flatten()]
+
+
+def perplexity(logprobs: Sequence[float]) -> float:
+    return exp(-sum(logprobs) / len(logprobs))
+
+
+def agree(tokens: Sequence[int], expected: Continuation, near_tie: float) -> bool:
+    """Whether greedy tokens are equal up to the first near-tie of the oracle's own."""
+    for found, wanted, lead in zip(tokens, expected.tokens, expected.leads, strict=True):
+        if lead < near_tie:
+            return True
+        if found != wanted:
+            return False
+    return True
