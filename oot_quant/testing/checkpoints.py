@@ -119,7 +119,7 @@ def write_checkpoint(
         "num_key_value_heads": KEY_HEADS,
         "head_dim": HEAD_SIZE,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "tie_word_embeddings": False,

@@ -20,11 +20,9 @@ from oot_quant.testing.layers import config_for, process, rank_weight, tensor_pa
 
 RANKS = ((0, 1), (0, 2), (1, 2), (3, 4))
 """(rank, ranks). With four, the two key heads are held by two ranks each."""
-IN_FLIGHT_MARGIN = 1.25
-"""How much larger an error may be in flight than in the stored form, which may see more of
-a matrix at once."""
-
-
+IN_FLIGHT_MARGIN = 1.05
+"""How much larger the error (by norm) may be in flight than stored. Each rank quantizes its
+own part, so it may well be smaller."""
 every_kind = pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 every_merged_kind = pytest.mark.parametrize("case", [MERGED, QKV], ids=lambda case: case.kind)
 every_rank = pytest.mark.parametrize(
@@ -136,8 +134,8 @@ class LinearContract:
             found = dequantized(layer)
         expected = rank_weight(case.kind, list(matrices.values()), rank, size)
         stored = [loader.store(name, matrix).weight for name, matrix in matrices.items()]
-        usual = (rank_weight(case.kind, stored, rank, size) - expected).abs().max()
-        assert (found - expected).abs().max() <= IN_FLIGHT_MARGIN * usual
+        usual = (rank_weight(case.kind, stored, rank, size) - expected).norm()
+        assert (found - expected).norm() <= IN_FLIGHT_MARGIN * usual
 
     @pytest.mark.parametrize("missing", QKV.members)
     def test_in_flight_layer_without_a_matrix_is_refused(
