@@ -67,6 +67,15 @@ class Loader:
     section: Mapping[str, Any]
     folder: Path
 
+    def write(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> Path:
+        """A checkpoint of stored tensors."""
+        return write_checkpoint(self.folder / name, tensors, dtype, self.section)
+
     def loaded(
         self,
         case: Case,
@@ -74,13 +83,17 @@ class Loader:
         *,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        lost: str = "",
     ) -> LinearBase:
-        """A finished layer from stored matrices, whose tensors arrive in a random order."""
+        """A finished layer from stored matrices, whose tensors arrive in a random order.
+
+        lost: name of a tensor that the file has, but that never arrives.
+        """
         tensors = {name: t for part in stored for name, t in part.tensors.items()}
-        folder = write_checkpoint(self.folder / case.name, tensors, dtype, self.section)
-        config = config_for(self.method, folder)
+        config = config_for(self.method, self.write(case.name, tensors, dtype))
         layer = case.build(config, dtype)
-        load_stored(layer, config, shuffled(tensors, seed))
+        stream = {name: tensor for name, tensor in tensors.items() if name != lost}
+        load_stored(layer, config, shuffled(stream, seed))
         process(layer)
         return layer
 

@@ -119,6 +119,24 @@ class StorageContract:
             assert module in str(caught.value), f"{name}: the message does not name the module"
             assert caught.value.code != OotQuantError.code, "raise one of the derived classes"
 
+    def test_tensor_that_never_arrives_is_refused(self, loader: Loader) -> None:
+        """A scale or table that the file has but no loader saw is an ``OotQuantError``.
+
+        Not asked of codes: every whole number is one, so nothing marks an empty parameter.
+
+        Troubleshooting: give the tensor's rule ``poison=nan``.
+        """
+        ((module, weight),) = COLUMN.matrices().items()
+        whole = loader.store(module, weight)
+        config = config_for(loader.method, loader.write("whole", whole.tensors))
+        rules = self._rules(loader.method, config.formats[module], weight.shape[1])
+        floating = {f"{module}.{rule.name}" for rule in rules if "float" in rule.dtype}
+        for stored in whole.tensors.items():
+            if floating & set(dict(config.get_checkpoint_weight_mapper().apply([stored]))):
+                with tensor_parallel(), pytest.raises(OotQuantError) as caught:
+                    loader.loaded(COLUMN, [whole], lost=stored[0])
+                assert module in str(caught.value), f"{stored[0]}: the message must name it"
+
     @INHERITED
     @given(
         ranks=st.integers(1, 8),
