@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 
-_done = False
+from oot_quant.errors import EngineUnsupported
+from oot_quant.vllm_glue import compat
+
+# vLLM shows loggers below its own name only.
+log = logging.getLogger("vllm.oot_quant")
 
 
+@lru_cache(maxsize=1)
 def register() -> None:
     """Register all backends with vLLM. Idempotent, and lets no exception out.
 
@@ -14,30 +20,15 @@ def register() -> None:
     every engine, also of models that need nothing from us. What goes wrong is logged, and
     ``oot-quant doctor`` shows it.
     """
-    global _done  # noqa: PLW0603 - once for each process
-    if _done:
-        return
-    _done = True
-    # vLLM only shows loggers below its own name.
-    log = logging.getLogger("vllm.oot_quant")
     try:
-        from oot_quant.vllm_glue import compat
-
         version = compat.installed_version()
         verdict = compat.verdict(version) if version else "supported"
         if verdict == "older":
-            log.error(
-                "oot-quant: vLLM %s is older than %s; nothing was registered. "
-                'Fix: python -m pip install --upgrade "vllm>=%s"',
-                version,
-                compat.OLDEST,
-                compat.OLDEST,
-            )
+            log.error("%s", _too_old(str(version)))
             return
         if verdict == "newer":
             log.warning(
-                "oot-quant: vLLM %s is newer than %s, the newest that this release was tested "
-                "with.",
+                "oot-quant: vLLM %s is newer than %s, the newest that was tested.",
                 version,
                 compat.NEWEST_TESTED,
             )
@@ -46,3 +37,12 @@ def register() -> None:
         register_backends()
     except Exception:
         log.exception("oot-quant: registration failed; run: oot-quant doctor")
+
+
+def _too_old(version: str) -> EngineUnsupported:
+    return EngineUnsupported(
+        "this vLLM is too old for oot-quant, so no quantization method was registered",
+        found=f"vLLM {version}",
+        needed=f"vLLM {compat.OLDEST} to {compat.NEWEST_TESTED}",
+        fix=f'python -m pip install --upgrade "vllm>={compat.OLDEST}"',
+    )
