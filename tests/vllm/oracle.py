@@ -42,7 +42,7 @@ class Oracle:
 
     @classmethod
     def dequantized(cls, folder: Path) -> Oracle:
-        """As transformers dequantizes a checkpoint itself, by way of its stored bfloat16."""
+        """As transformers dequantizes a checkpoint itself: rounded to its stored bfloat16."""
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return cls(model.dequantize(dtype=torch.float32))
 

@@ -96,21 +96,27 @@ def test_two_ranks_give_the_tokens_of_one(shelf, stored):
     assert one.tokens == two.tokens
 
 
-@pytest.mark.parametrize(
-    ("quant_type", "nested"), [("nf4", False), ("nf4", True), ("fp4", False)],
-    ids=["nf4", "nf4-double", "fp4"],
-)  # fmt: skip
-def test_perplexity_of_a_real_model(shelf, smol, quant_type, nested):
-    folder = shelf.quantized(smol, quant_type, nested=nested)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4"])
+def test_perplexity_of_a_real_model(shelf, smol, tmp_path, kind, dtype):
+    """In float32 against exact weights, in bfloat16 against transformers' own rounded ones.
+
+    bfloat16 arithmetic alone moves fp4's value by half a percent: plain vLLM on the unpacked
+    weights does the same, and that is what fp4 is compared with.
+    """
+    folder = shelf.quantized(smol, kind.partition("-")[0], nested=kind.endswith("double"))
     ids = AutoTokenizer.from_pretrained(folder)(PLAIN_TEXT).input_ids
-    expected = perplexity(dequantized(folder).logprobs(ids))
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        run = run_engine(folder, texts=[ids], dtype=dtype)
-        assert run.code == 0, run.log[-4000:]
-        found[dtype] = perplexity(run.logprobs[0])
-    assert found["float32"] == pytest.approx(expected, rel=0.0005)
-    assert found["bfloat16"] == pytest.approx(expected, rel=0.005)
+    run = run_engine(folder, texts=[ids], dtype=dtype)
+    assert run.code == 0, run.log[-4000:]
+    found = perplexity(run.logprobs[0])
+    if dtype == "float32":
+        assert found == pytest.approx(perplexity(unpacked(folder).logprobs(ids)), rel=0.0005)
+    elif kind == "fp4":
+        unpacked(folder).model.save_pretrained(tmp_path / "plain")
+        plain = run_engine(tmp_path / "plain", texts=[ids], dtype=dtype)
+        assert found == pytest.approx(perplexity(plain.logprobs[0]), rel=0.005)
+    else:
+        assert found == pytest.approx(perplexity(dequantized(folder).logprobs(ids)), rel=0.005)
 
 
 def test_a_real_model_in_flight(smol, shelf):
