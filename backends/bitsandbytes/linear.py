@@ -24,10 +24,12 @@ from oot_quant.vllm_glue.params import Decoder, Site, to_matrix
 
 from .config import BitsAndBytesConfig
 from .formats import BLOCKSIZES, FourBit, label, parse_state
-from .kernels import Kernel, choose
+from .kernels import Kernel, Packed, choose
 from .library import require_library
 from .options import Options
 from .weights import code_table, decode_absmax, quantize
+
+FINAL = ("weight", "weight_absmax", "weight_quant_map")
 
 
 def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
@@ -74,36 +76,26 @@ def _is_skipped(config: BitsAndBytesConfig, request: LinearRequest) -> bool:
 
 
 class FourBitLinearMethod(QuantizedLinearMethod):
-    """The final form and computing with it.
-
-    ``weight`` [rows, columns / 2] uint8, ``weight_absmax`` [rows, n] float32 and
-    ``weight_quant_map`` [16] float32, unless the chosen kernel wants another form.
-    """
+    """The final form, ``kernels.Packed`` as parameters of the layer, and computing with it."""
 
     kernel: Kernel
 
     def final(
-        self,
-        layer: LinearBase,
-        quant_type: str,
-        weight: torch.Tensor,
-        absmax: torch.Tensor,
-        quant_map: torch.Tensor,
+        self, layer: LinearBase, quant_type: str, packed: Packed
     ) -> Mapping[str, torch.Tensor]:
         """Choose the kernel, and give it the parameters in the form that it wants."""
-        shape = (weight.shape[0], 2 * weight.shape[1])
-        self.kernel = choose(quant_type, absmax, quant_map, shape, layer.params_dtype)
-        weight, absmax = self.kernel.prepare(weight, absmax)
-        return {"weight": weight, "weight_absmax": absmax, "weight_quant_map": quant_map}
+        self.kernel = choose(quant_type, packed, layer.params_dtype)
+        return dict(zip(FINAL, self.kernel.prepare(packed), strict=True))
 
     def apply(
         self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.kernel(x, layer.weight, layer.weight_absmax, layer.weight_quant_map, bias)
+        packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
+        return self.kernel(x, packed, bias)
 
     def dequantize_weight(self, layer: LinearBase) -> torch.Tensor:
-        dense = self.kernel.dequantize(layer.weight, layer.weight_absmax, layer.weight_quant_map)
-        return dense.to(layer.params_dtype)
+        packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
+        return self.kernel.dequantize(packed).to(layer.params_dtype)
 
 
 class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
@@ -118,8 +110,8 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
 
     def decode(self, layer: LinearBase) -> Mapping[str, torch.Tensor]:
         absmax = self._decode_absmax(layer) if self.stored.nested else layer.weight_absmax.data
-        quant_map = self._quant_map(layer)
-        return self.final(layer, self.stored.quant_type, layer.weight.data, absmax, quant_map)
+        packed = Packed(layer.weight.data, absmax, self._quant_map(layer))
+        return self.final(layer, self.stored.quant_type, packed)
 
     def _decode_absmax(self, layer: LinearBase) -> torch.Tensor:
         """Scales of all merged matrices, each decoded with its own statistics."""
@@ -182,14 +174,13 @@ class Online4bitLinearMethod(OnlineLinearMethod, FourBitLinearMethod):
         size = granule(blocks, columns, columns)
         codes, scales = [], []
         for matrix in matrices:
-            packed, absmax, quant_map = quantize(
+            octets, absmax, quant_map = quantize(
                 matrix, self.options.quant_type, blocksize, self.options.nested
             )
-            codes.append(packed.view(matrix.shape[0], -1))
+            codes.append(octets.view(matrix.shape[0], -1))
             scales.append(to_matrix(absmax, blocks, Site(layer.prefix, *matrix.shape), size))
-        return self.final(
-            layer, self.options.quant_type, torch.cat(codes), torch.cat(scales), quant_map
-        )
+        packed = Packed(torch.cat(codes), torch.cat(scales), quant_map)
+        return self.final(layer, self.options.quant_type, packed)
 
     def _blocksize(self) -> int:
         """The block size asked for; a smaller one if it would reach across two ranks."""

@@ -13,6 +13,7 @@ from oot_quant.testing.layers import (
     rank_weight,
     tensor_parallel,
 )
+from oot_quant_backends.bitsandbytes.kernels import Packed
 from oot_quant_backends.bitsandbytes.weights import quantize
 from tests.backends.bitsandbytes.stored import pack, random_matrix, write_checkpoint
 from tests.vllm.engine import run_engine
@@ -57,8 +58,8 @@ def test_output_against_float64(tmp_path, quant_type, nested, dtype, columns, ra
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512, 1024, 2048, 4096])
 def test_every_block_size(tmp_path, blocksize):
     layer, weight = stored_layer(tmp_path, torch.bfloat16, 4096, blocksize=blocksize)
-    assert torch.equal(layer.quant_method.kernel.dequantize(
-        layer.weight, layer.weight_absmax, layer.weight_quant_map).cpu(), weight)  # fmt: skip
+    packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
+    assert torch.equal(layer.quant_method.kernel.dequantize(packed).cpu(), weight)
     x = torch.randn(7, 4096, device="cuda", dtype=torch.bfloat16)
     reference = x.double() @ weight.cuda().double().t()
     assert error_of(layer.quant_method.apply(layer, x), reference) < 0.01

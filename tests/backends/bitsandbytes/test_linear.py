@@ -320,6 +320,19 @@ def test_a_finished_layer_may_be_finished_again(tmp_path):
     assert sorted(dict(layer.named_parameters())) == ["weight", "weight_absmax", "weight_quant_map"]
 
 
+@pytest.mark.parametrize("columns", [512, 100], ids=["operator", "plain-torch"])
+def test_computing_traces_into_one_graph(tmp_path, columns):
+    tensors, _ = packed_members("row", columns)
+    layer = load("row", write_checkpoint(tmp_path, tensors), tensors, columns)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return layer.quant_method.apply(layer, x) + 1
+
+    compiled = torch.compile(forward, fullgraph=True, backend="eager", dynamic=True)
+    x = torch.randn(3, columns)
+    assert torch.equal(compiled(x), forward(x))
+
+
 def test_a_table_of_other_values_is_honoured(tmp_path):
     tensors, _ = packed_members("row", 256)
     key = f"{PREFIX['row']}.weight.quant_map"
