@@ -1,4 +1,4 @@
-"""The bitsandbytes backend: nf4 and fp4 weights, from checkpoints or quantized in flight.
+"""The bitsandbytes backend: nf4, fp4 and int8 weights, from checkpoints or made in flight.
 
 This module only answers hooks; each answer lives in the file of its name.
 """
@@ -34,9 +34,9 @@ LIBRARY = Library("bitsandbytes", "0.50.0")
 def oot_quant_describe() -> BackendInfo:
     return BackendInfo(
         name="bitsandbytes",
-        summary="4-bit weights (nf4, fp4) of bitsandbytes, pre-quantized or in flight",
+        summary="4-bit (nf4, fp4) and 8-bit weights of bitsandbytes, pre-quantized or in flight",
         methods=("bitsandbytes",),
-        formats=("nf4", "fp4"),
+        formats=("nf4", "fp4", "int8"),
         platforms=("cuda", "cpu", "xpu"),
         library=LIBRARY,
     )

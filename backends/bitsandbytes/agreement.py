@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from oot_quant.errors import ConfigContradiction
 
-from .formats import FourBit
+from .formats import EightBit, FourBit
 from .options import Options, is_skipped
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class SkipListFaults:
     def sentences(self) -> list[str]:
         """One sentence for each kind of fault, naming the first modules."""
         packed, plain = self.packed_though_listed, self.plain_though_not_listed
-        lines = [f"Stored in 4 bit though listed: {some(packed)}."] if packed else []
+        lines = [f"Stored quantized though listed: {some(packed)}."] if packed else []
         return lines + ([f"Stored unquantized though not listed: {some(plain)}."] if plain else [])
 
 
@@ -57,6 +57,7 @@ def check_promise(checkpoint: Checkpoint, formats: Mapping[str, object] | None) 
 def check_options(options: Options, formats: Mapping[str, object]) -> None:
     """Raise ConfigContradiction if an option that was given is not what the tensors say."""
     stored = {name: form for name, form in formats.items() if isinstance(form, FourBit)}
+    _check_bits(options, formats)
     for option, claimed, attribute in (
         ("bnb_4bit_quant_type", options.quant_type, "quant_type"),
         ("bnb_4bit_blocksize", options.blocksize, "blocksize"),
@@ -72,6 +73,20 @@ def check_options(options: Options, formats: Mapping[str, object]) -> None:
                 needed="the same in both; a stored weight cannot be changed while loading",
                 fix=f"set quantization_config.{option} to {found!r}, or leave it out",
             )
+
+
+def _check_bits(options: Options, formats: Mapping[str, object]) -> None:
+    bits = {name: 8 if isinstance(form, EightBit) else 4 for name, form in formats.items()}
+    asked = {f"load_in_{options.bits}bit", f"_load_in_{options.bits}bit"} & options.given
+    if asked and bits and options.bits not in bits.values():
+        module, found = next(iter(bits.items()))
+        raise ConfigContradiction(
+            "the config's number of bits is not what the checkpoint holds",
+            where=f"{module}.weight ({len(bits)} modules)",
+            found=f"stored in {found} bits, config says {options.bits}",
+            needed="the same in both; a stored weight cannot be changed while loading",
+            fix=f"set quantization_config.load_in_{found}bit to true and the other to false",
+        )
 
 
 def skip_list_faults(

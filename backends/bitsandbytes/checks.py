@@ -15,7 +15,7 @@ from oot_quant.types import Check, Facts, Fix, Outcome, Status
 
 from . import LIBRARY, library
 from .agreement import METHOD, check_options, check_promise, skip_list_faults
-from .formats import FourBit, label
+from .formats import EightBit, FourBit, label
 from .options import parse
 
 PREFIX = "backend.bitsandbytes"
@@ -100,7 +100,7 @@ def dtype(facts: Facts, seen: Any) -> Outcome:
     device = facts.accelerator
     serve = f"vllm serve {facts.request.model} --dtype float16"
     if found not in DTYPES | {"auto"}:
-        summary = f"the model computes in {found}, which 4-bit layers do not"
+        summary = f"the model computes in {found}, which quantized layers do not"
         return Outcome(Status.FAIL, summary, fix=Fix("serve it in float16.", (serve,)), data=data)
     old = device.get("kind") == "cuda" and float(device.get("capability") or 99) < BFLOAT16_FROM
     if found == "bfloat16" and old:
@@ -116,7 +116,7 @@ def options(_: Facts, seen: Any) -> Outcome:
     wanted = parse(seen.checkpoint.quantization_config or {})
     check_promise(seen.checkpoint, seen.formats)
     check_options(wanted, seen.formats or {})
-    modules = len(_four_bit(seen))
+    modules = len(_quantized(seen))
     return Outcome(Status.OK, "config.json and the tensors agree", data={"modules": modules})
 
 
@@ -141,20 +141,20 @@ def skip_list(_: Facts, seen: Any) -> Outcome:
 
 
 def experts(_: Facts, seen: Any) -> Outcome:
-    packed = [name for name in _four_bit(seen) if is_expert(name)] if _is_ours(seen) else []
+    packed = [name for name in _quantized(seen) if is_expert(name)] if _is_ours(seen) else []
     if packed:
         return Outcome(
             Status.FAIL,
-            f"{len(packed)} experts' matrices are stored in 4 bit, which is not supported yet",
+            f"{len(packed)} experts' matrices are stored quantized, which is not supported yet",
             f"The first is {packed[0]}.",
             Fix("use a checkpoint of this model whose experts are not quantized."),
             {"modules": len(packed), "first": packed[0]},
         )
-    return Outcome(Status.OK, "no routed experts are stored in 4 bit")
+    return Outcome(Status.OK, "no routed experts are stored quantized")
 
 
 def fused(_: Facts, seen: Any) -> Outcome:
-    stored = _four_bit(seen) if _is_ours(seen) else {}
+    stored = _quantized(seen) if _is_ours(seen) else {}
     for parts in FUSED:
         for names in _groups(seen.checkpoint, parts):
             kinds = {stored[name].layout if name in stored else None for name in names}
@@ -197,8 +197,9 @@ def _not_ours(what: str) -> Outcome:
     return Outcome(Status.OK, f"{what} is not for bitsandbytes to judge")
 
 
-def _four_bit(seen: Any) -> dict[str, FourBit]:
-    return {name: form for name, form in (seen.formats or {}).items() if isinstance(form, FourBit)}
+def _quantized(seen: Any) -> dict[str, FourBit | EightBit]:
+    forms = (seen.formats or {}).items()
+    return {name: form for name, form in forms if isinstance(form, (FourBit, EightBit))}
 
 
 def _groups(checkpoint: Any, parts: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
@@ -234,13 +235,13 @@ CHECKS = (
     Check(
         f"{PREFIX}.dtype",
         GROUP,
-        "4-bit layers compute in the model's dtype",
+        "quantized layers compute in the model's dtype",
         dtype,
         needs=(*MODEL, "env.accelerator"),
     ),
     Check(f"{PREFIX}.options", GROUP, "config.json agrees with the stored tensors", options, MODEL),
     Check(f"{PREFIX}.skip-list", GROUP, "its list of modules to skip agrees too", skip_list, MODEL),
-    Check(f"{PREFIX}.experts", GROUP, "routed experts are not stored in 4 bit", experts, MODEL),
+    Check(f"{PREFIX}.experts", GROUP, "routed experts are not stored quantized", experts, MODEL),
     Check(f"{PREFIX}.fused", GROUP, "matrices that vLLM merges are stored alike", fused, MODEL),
     Check(
         f"{PREFIX}.trial",

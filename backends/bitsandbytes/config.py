@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from oot_quant.vllm_glue.config import PluginConfig, logger
 
 from .agreement import METHOD, check_options, check_promise, skip_list_faults
-from .formats import FourBit
+from .formats import EightBit, FourBit
 from .library import require_library
-from .options import NO_EFFECT, Options, is_skipped, parse, refuse_unknown
+from .options import (
+    FOUR_BIT_ONLY,
+    NO_EFFECT,
+    Options,
+    is_skipped,
+    parse,
+    refuse_unknown,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -43,12 +50,14 @@ class BitsAndBytesConfig(PluginConfig):
         # Nothing is stored packed, so every option is the user's and has to be honoured.
         self.prequantized = False
         refuse_unknown(self.wanted)
-        idle = [name for name in NO_EFFECT if name in self.wanted.given]
+        idle = [*NO_EFFECT, *(FOUR_BIT_ONLY if self.wanted.bits == 8 else ())]
+        idle = [name for name in idle if self.options.get(name)]
         if idle:
             logger.warning(
-                "bitsandbytes: %s has no effect in flight: activations keep the engine's dtype "
-                "and packed weights are held as bytes.",
-                " and ".join(idle),
+                "bitsandbytes: without effect on weights that are quantized in flight to %s "
+                "bits: %s; docs/options.md says why.",
+                self.wanted.bits,
+                ", ".join(idle),
             )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
@@ -63,11 +72,17 @@ class BitsAndBytesConfig(PluginConfig):
     def _warn_of_differences(self) -> None:
         """Where the tensors do not contradict a request, but are not what the config says."""
         nested = {form.nested for form in self.formats.values() if isinstance(form, FourBit)}
-        if "bnb_4bit_use_double_quant" in self.wanted.given and nested != {self.wanted.nested}:
+        claimed = "bnb_4bit_use_double_quant" in self.wanted.given
+        if nested and claimed and nested != {self.wanted.nested}:
             logger.warning(
                 "bitsandbytes: the config says bnb_4bit_use_double_quant=%s, the stored tensors "
                 "say otherwise; the tensors are used.",
                 self.wanted.nested,
+            )
+        if any(isinstance(form, EightBit) for form in self.formats.values()):
+            logger.info_once(
+                "bitsandbytes: 8-bit weights are computed with activations as they are, so "
+                "llm_int8_threshold has no effect."
             )
         if self.wanted.unknown:
             logger.warning(

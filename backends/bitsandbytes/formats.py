@@ -10,6 +10,10 @@ A 4-bit module ``m`` (``bitsandbytes.functional.QuantState.as_dict(packed=True)`
 * with double quantization, ``nested_absmax`` and ``nested_quant_map`` of the scales.
 
 All of it but the JSON's content can be told from names, dtypes and shapes.
+
+An 8-bit module (``bitsandbytes.nn.Linear8bitLt``) is ``m.weight`` int8 [rows, columns],
+``m.SCB`` float32 [rows], the largest weight of each row, which is stored as 127, and
+``m.weight_format``, a code for the layout, 0 for plain rows.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ BLOCKSIZES = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCKSIZE = 256
 STATE = "quant_state.bitsandbytes__"
 SIDE_TENSORS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-INT8_TENSORS = ("SCB", "weight_format")
+ROW_LAYOUT = 0
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,41 @@ class FourBit:
         return (self.quant_type, self.blocksize, self.nested)
 
 
-def read_formats(checkpoint: Checkpoint) -> Mapping[str, object] | None:
-    """Which modules of a checkpoint are 4-bit; None if its headers cannot be read.
+@dataclass(frozen=True)
+class EightBit:
+    """An 8-bit module; the fields are as in ``FourBit``."""
 
-    Raises CheckpointIncomplete for a 4-bit weight without one of its tensors,
-    CheckpointSurplus for a side tensor without a weight, UnsupportedFormat for 8-bit weights
-    and unknown quant types.
+    bytes: int = 0
+    shape: tuple[int, int] | None = None
+
+    @property
+    def layout(self) -> tuple[str, int, bool]:
+        """All 8-bit modules can be merged with each other."""
+        return ("int8", 0, False)
+
+
+def read_formats(checkpoint: Checkpoint) -> Mapping[str, object] | None:
+    """Which modules of a checkpoint are quantized; None if its headers cannot be read.
+
+    Raises CheckpointIncomplete for a quantized weight without one of its tensors,
+    CheckpointSurplus for a side tensor without a weight, UnsupportedFormat for unknown types.
     """
     if not checkpoint.readable:
         return None
-    sides = _side_tensors(checkpoint.tensors)
-    return {module: _four_bit(checkpoint, module, side) for module, side in sides.items()}
+    tensors = checkpoint.tensors
+    eight_bit = [name.removesuffix(".SCB") for name in tensors if name.endswith(".SCB")]
+    sides = _side_tensors(tensors)
+    _check_int8_weights(tensors, eight_bit)
+    return {
+        **{module: _eight_bit(checkpoint, module) for module in eight_bit},
+        **{module: _four_bit(checkpoint, module, side) for module, side in sides.items()},
+    }
 
 
 def summarize(format: object) -> ModuleSummary:
     """One module's format for people."""
+    if isinstance(format, EightBit):
+        return ModuleSummary("int8", format.bytes, {}, format.shape)
     assert isinstance(format, FourBit)
     options = {"block": str(format.blocksize)}
     if format.nested:
@@ -82,6 +106,8 @@ def summarize(format: object) -> ModuleSummary:
 
 def label(format: object) -> str:
     """One module's format in a few words, for messages; anything else is unquantized."""
+    if isinstance(format, EightBit):
+        return "int8"
     if not isinstance(format, FourBit):
         return "unquantized"
     nested = ", double quantization" if format.nested else ""
@@ -144,13 +170,6 @@ def _side_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, St
     """Side tensors by module and by what they are, as in ``{"absmax": ...}``."""
     sides: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        if name.endswith(".SCB"):
-            raise UnsupportedFormat(
-                "8-bit (LLM.int8) weights are not supported yet",
-                where=name,
-                needed="a 4-bit checkpoint, or plain weights",
-                fix="use a 4-bit or 16-bit checkpoint of this model",
-            )
         module, found, side = name.rpartition(".weight.")
         if not found:
             continue
@@ -165,6 +184,43 @@ def _side_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, St
         key = "state" if side.startswith(STATE) else side
         sides.setdefault(module, {})[key] = tensor
     return sides
+
+
+def _eight_bit(checkpoint: Checkpoint, module: str) -> EightBit:
+    tensors = checkpoint.tensors
+    weight, scb = tensors.get(f"{module}.weight"), tensors[f"{module}.SCB"]
+    if weight is None:
+        raise CheckpointSurplus(
+            "scales of an 8-bit weight that is not there",
+            where=scb.name,
+            needed=f"the tensor {module}.weight",
+            fix="download or save the checkpoint again",
+        )
+    if weight.dtype != "I8" or len(weight.shape) != 2 or scb.elements != weight.shape[0]:
+        raise CheckpointIncomplete(
+            "an 8-bit weight and its scales do not fit together",
+            where=weight.name,
+            found=f"{weight.dtype} of shape {list(weight.shape)}, {scb.elements} scales",
+            needed="an I8 matrix, and one scale for each row",
+            fix="download or save the checkpoint again",
+        )
+    layout = tensors.get(f"{module}.weight_format")
+    total = weight.bytes + scb.bytes + (layout.bytes if layout else 0)
+    return EightBit(total, (weight.shape[0], weight.shape[1]))
+
+
+def _check_int8_weights(tensors: Mapping[str, StoredTensor], eight_bit: list[str]) -> None:
+    """Raise CheckpointIncomplete for int8 matrices that nobody would know how to scale."""
+    known = {f"{module}.weight" for module in eight_bit}
+    for name, tensor in tensors.items():
+        if name.endswith(".weight") and tensor.dtype == "I8" and name not in known:
+            raise CheckpointIncomplete(
+                "an 8-bit weight lacks its SCB",
+                where=name,
+                found=f"{tensor.dtype} of shape {list(tensor.shape)}, no scales",
+                needed=f"{name.removesuffix('weight')}SCB, one scale for each row",
+                fix="download or save the checkpoint again",
+            )
 
 
 def _four_bit(checkpoint: Checkpoint, module: str, side: dict[str, StoredTensor]) -> FourBit:

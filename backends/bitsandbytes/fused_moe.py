@@ -17,9 +17,9 @@ def refuse_packed_experts(request: MoeRequest) -> None:
     packed = [name for name in request.config.formats if name.startswith(inside)]
     if packed:
         raise UnsupportedFormat(
-            "4-bit experts are not supported yet",
+            "quantized experts are not supported yet",
             where=packed[0],
-            found=f"{len(packed)} packed expert weights in {inside.removesuffix('.')}",
+            found=f"{len(packed)} quantized expert weights in {inside.removesuffix('.')}",
             needed="experts in 16 bit",
             fix="use a checkpoint of this model whose experts are not quantized",
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from oot_quant.errors import UnknownOption, UnsupportedFormat
+from oot_quant.errors import UnknownOption
 
 from .formats import BLOCKSIZES, QUANT_TYPES
 
@@ -24,24 +24,34 @@ FLAGS = (
     "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight",
 )
-NO_EFFECT = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
-"""Accepted because every checkpoint has them; activations keep the engine's dtype and packed
-weights are held as bytes, whatever these say."""
+NO_EFFECT = (
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "llm_int8_threshold",
+    "llm_int8_has_fp16_weight",
+    "llm_int8_enable_fp32_cpu_offload",
+)
+"""Accepted because every checkpoint has them. Activations keep the engine's dtype and are never
+quantized, so they have no outliers to set apart; packed weights are held as bytes."""
+FOUR_BIT_ONLY = ("bnb_4bit_quant_type", "bnb_4bit_blocksize", "bnb_4bit_use_double_quant")
 KNOWN = (
     *FLAGS,
     *NO_EFFECT,
     "bnb_4bit_quant_type",
     "bnb_4bit_blocksize",
     "llm_int8_skip_modules",
-    "llm_int8_threshold",
     "quant_method",
 )
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that matter for 4-bit weights; ``given`` are the names that were set."""
+    """The options that matter; ``given`` are the names that were set.
 
+    ``bits`` is 4 or 8; the next three are for 4 bits only.
+    """
+
+    bits: int = 4
     quant_type: str = "nf4"
     blocksize: int = 64
     nested: bool = False
@@ -53,20 +63,22 @@ class Options:
 def parse(section: Mapping[str, Any]) -> Options:
     """Read a quantization section. Unknown names are kept in ``unknown``, for the caller.
 
-    Raises UnknownOption for a value that an option does not have, UnsupportedFormat for a
-    request for 8-bit weights.
+    Raises UnknownOption for a value that an option does not have, and for two at odds.
     """
     for name in FLAGS:
         if section.get(name) not in (None, True, False):
             raise _wrong_value(name, section[name], "true or false")
-    if section.get("load_in_8bit") or section.get("_load_in_8bit"):
-        raise UnsupportedFormat(
-            "8-bit (LLM.int8) weights are not supported yet",
-            where="quantization_config.load_in_8bit",
-            found="true",
-            needed="load_in_4bit",
-            fix='ask for 4 bit, as in --hf-overrides \'{"quantization_config": '
-            '{"load_in_4bit": true}}\'',
+    four, eight = (
+        bool(section.get(f"load_in_{bits}bit") or section.get(f"_load_in_{bits}bit"))
+        for bits in (4, 8)
+    )
+    if four and eight:
+        raise UnknownOption(
+            "weights cannot be held in 4 and in 8 bits at once",
+            where="quantization_config",
+            found="load_in_4bit and load_in_8bit are both true",
+            needed="one of them",
+            fix="remove the other",
         )
     quant_type = _choice(section, "bnb_4bit_quant_type", QUANT_TYPES, "nf4")
     blocksize = _choice(section, "bnb_4bit_blocksize", BLOCKSIZES, BLOCKSIZES[0])
@@ -76,6 +88,7 @@ def parse(section: Mapping[str, Any]) -> Options:
     ):
         raise _wrong_value("llm_int8_skip_modules", skip, "a list of module names, or null")
     return Options(
+        bits=8 if eight else 4,
         quant_type=quant_type,
         blocksize=blocksize,
         nested=bool(section.get("bnb_4bit_use_double_quant")),
@@ -100,7 +113,7 @@ def refuse_unknown(options: Options) -> None:
         raise UnknownOption(
             "bitsandbytes has no such option",
             where=f"quantization_config.{options.unknown[0]}",
-            needed=f"one of: {', '.join(sorted(KNOWN))}",
+            needed=f"one of: {', '.join(sorted(set(KNOWN)))}",
             fix="correct the name, or remove it",
         )
 

@@ -1,4 +1,4 @@
-"""Which parameters a 4-bit layer has, and how each is laid out. Integers only."""
+"""Which parameters a stored layer has, and how each is laid out. Integers only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import nan
 
 from oot_quant.types import ParameterRule, PerMatrix, Runs, ShardRequest
 
-from .formats import NESTED_BLOCKSIZE, FourBit
+from .formats import NESTED_BLOCKSIZE, EightBit, FourBit
 
 CODES = Runs(weights=2)
 """Two weights in each byte: a byte can never be shared by two ranks."""
@@ -15,9 +15,25 @@ OFFSET_BYTES = 4
 
 
 def parameter_rules(request: ShardRequest) -> Sequence[ParameterRule]:
-    """The parameters of a layer that is stored in 4 bit, in the dtypes that they are stored in."""
-    stored = request.format
-    assert isinstance(stored, FourBit)
+    """The parameters of a layer, in the dtypes that they are stored in."""
+    if isinstance(request.format, EightBit):
+        return _eight_bit(request.columns)
+    assert isinstance(request.format, FourBit)
+    return _four_bit(request.format)
+
+
+def _eight_bit(columns: int) -> Sequence[ParameterRule]:
+    # A row's scale counts for all of it. Where ranks share a row, each keeps a copy.
+    scales = Runs(weights=columns, repeatable=True)
+    return [
+        ParameterRule("weight", "int8", Runs(weights=1)),
+        ParameterRule("weight_scb", "float32", scales, poison=nan),
+        # Some checkpoints lack it; where it is there, it is checked on arrival.
+        ParameterRule("weight_format", "uint8", PerMatrix(1)),
+    ]
+
+
+def _four_bit(stored: FourBit) -> Sequence[ParameterRule]:
     scales = Runs(weights=stored.blocksize, repeatable=True)
     rules = [
         ParameterRule("weight", "uint8", CODES),

@@ -15,7 +15,8 @@ from oot_quant.types import NameRule
 from .formats import QUANT_TYPES, SIDE_TENSORS, STATE
 
 NAME_RULES = tuple(
-    [NameRule(f".weight.{side}", f".weight_{side}") for side in SIDE_TENSORS]
+    [NameRule(".SCB", ".weight_scb")]
+    + [NameRule(f".weight.{side}", f".weight_{side}") for side in SIDE_TENSORS]
     + [NameRule(f".weight.{STATE}{kind}", ".weight_quant_state") for kind in QUANT_TYPES]
 )
 
@@ -73,6 +74,18 @@ def quantize(
         if nested:
             absmax = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
     return packed.reshape(-1), absmax.reshape(-1).float(), state.code.float()
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a matrix as LLM.int8 does: round each row to 127 steps of its largest weight.
+
+    weight: [rows, columns] of any float dtype. Returns [rows, columns] int8 and the largest
+    weights, [rows, 1] float32. Computed in float32, where bitsandbytes rounds to float16
+    first. Source: https://arxiv.org/abs/2208.07339, vector-wise quantization.
+    """
+    scb = weight.abs().amax(dim=1, keepdim=True).float()
+    steps = torch.where(scb > 0, 127 / scb, 0.0)
+    return (weight.float() * steps).round().to(torch.int8), scb
 
 
 def code_table(quant_type: str, device: torch.device) -> torch.Tensor:

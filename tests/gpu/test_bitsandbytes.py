@@ -13,7 +13,7 @@ from oot_quant.testing.layers import (
     rank_weight,
     tensor_parallel,
 )
-from oot_quant_backends.bitsandbytes.kernels import Packed
+from oot_quant_backends.bitsandbytes.kernels_4bit import Packed
 from oot_quant_backends.bitsandbytes.weights import quantize
 from tests.backends.bitsandbytes.stored import pack, random_matrix, write_checkpoint
 from tests.vllm.engine import run_engine

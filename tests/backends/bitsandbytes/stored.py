@@ -13,6 +13,7 @@ from bitsandbytes.functional import (
     QuantState,
     dequantize_4bit,
     dequantize_blockwise,
+    int8_vectorwise_quant,
     quantize_4bit,
 )
 from safetensors.torch import save_file
@@ -56,6 +57,17 @@ def pack(
     if matrix.shape[1] % blocksize == 0:
         return tensors, dequantize_4bit(packed, read_back)
     return tensors, look_up(packed, read_back)
+
+
+def pack_8bit(name: str, matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The stored tensors of one LLM.int8 module, and its weight unpacked in float32."""
+    weight, scb, _ = int8_vectorwise_quant(matrix.half())
+    tensors = {
+        f"{name}.weight": weight,
+        f"{name}.SCB": scb,
+        f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return tensors, weight.float() * (scb.float() / 127).unsqueeze(1)
 
 
 def look_up(packed: torch.Tensor, state: QuantState) -> torch.Tensor:

@@ -17,7 +17,13 @@ from oot_quant.errors import (
     UnsupportedFormat,
 )
 from oot_quant.testing.layers import build_linear, config_for, tensor_parallel
-from tests.backends.bitsandbytes.stored import SECTION, pack, random_matrix, write_checkpoint
+from tests.backends.bitsandbytes.stored import (
+    SECTION,
+    pack,
+    pack_8bit,
+    random_matrix,
+    write_checkpoint,
+)
 from tests.models import ModelShelf
 
 UP = "model.layers.0.mlp.fc1"
@@ -45,7 +51,7 @@ def test_a_skip_list_that_contradicts_the_tensors_is_one_warning_with_names(tmp_
     config_for("bitsandbytes", write_checkpoint(tmp_path, packed, section))
     warnings = [record for record in caplog_vllm.records if "skip_modules" in record.message]
     assert len(warnings) == 1
-    assert "Stored in 4 bit though listed: model.layers.1.fc1" in warnings[0].getMessage()
+    assert "Stored quantized though listed: model.layers.1.fc1" in warnings[0].getMessage()
     assert "Stored unquantized though not listed: model.layers.2.fc1" in warnings[0].getMessage()
 
 
@@ -64,6 +70,16 @@ def test_an_explicit_option_that_contradicts_the_tensors_is_refused(
         config_for("bitsandbytes", stored(tmp_path, {**SECTION, option: value}, **how))
     assert words in str(caught.value)
     assert f"where: {UP}.weight (1 of 1 modules)" in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_config_of_another_number_of_bits_is_refused(tmp_path, bits):
+    make = pack if bits == 8 else pack_8bit
+    tensors, _ = make(UP, random_matrix(64, 128))
+    section = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
+    with pytest.raises(ConfigContradiction) as caught:
+        config_for("bitsandbytes", write_checkpoint(tmp_path, tensors, section))
+    assert f"stored in {12 - bits} bits, config says {bits}" in str(caught.value)
 
 
 def test_a_missing_quant_type_means_what_the_tensors_say(tmp_path):
@@ -97,7 +113,7 @@ def test_an_unknown_option_is_refused_in_flight_and_warned_of_on_stored_weights(
 def test_options_without_effect_in_flight_are_said(tmp_path, caplog_vllm):
     plain = write_checkpoint(tmp_path, {f"{UP}.weight": random_matrix(64, 128)}, None)
     config_for("bitsandbytes", plain, {"bnb_4bit_quant_storage": "bfloat16"})
-    assert "bnb_4bit_quant_storage has no effect in flight" in caplog_vllm.text
+    assert "in flight to 4 bits: bnb_4bit_quant_storage" in caplog_vllm.text
 
 
 @pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
@@ -200,7 +216,6 @@ class TestThroughTheEngineConfig:
     @pytest.mark.parametrize(
         ("section", "words"),
         [
-            ({"load_in_8bit": True}, "unsupported-format: 8-bit"),
             ({"bnb_4bit_quant_type": "nf5"}, "unknown-option: an option of bitsandbytes"),
             ({"bnb_4bit_sort": 1}, "unknown-option: bitsandbytes has no such option"),
         ],

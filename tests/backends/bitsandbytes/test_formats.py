@@ -16,12 +16,18 @@ from oot_quant.errors import (
 )
 from oot_quant_backends.bitsandbytes.formats import (
     BLOCKSIZES,
+    EightBit,
     FourBit,
     parse_state,
     read_formats,
     summarize,
 )
-from tests.backends.bitsandbytes.stored import pack, random_matrix, write_checkpoint
+from tests.backends.bitsandbytes.stored import (
+    pack,
+    pack_8bit,
+    random_matrix,
+    write_checkpoint,
+)
 
 STATE = "m.weight.quant_state.bitsandbytes__nf4"
 Tensors = dict[str, torch.Tensor]
@@ -48,6 +54,12 @@ def test_headers_tell_type_block_and_nesting(tmp_path, quant_type, blocksize, ne
     assert found.layout == (quant_type, blocksize, nested)
     assert found.shape == (64, 256)
     assert found.bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_headers_tell_8_bit_modules(tmp_path):
+    tensors, _ = pack_8bit("m", random_matrix(64, 256))
+    (found,) = formats_of(tmp_path, tensors).values()
+    assert found == EightBit(bytes=sum(t.nbytes for t in tensors.values()), shape=(64, 256))
 
 
 def test_plain_tensors_are_no_formats(tmp_path):
@@ -88,7 +100,10 @@ def rename(old: str, new: str) -> Callable[[Tensors], None]:
          "256 scales for 18 weights"),
         (False, rename(STATE, STATE.replace("nf4", "nf3")), UnsupportedFormat, "'nf3'"),
         (False, put(STATE, torch.ones(5, dtype=torch.uint8)), WeightMismatch, "does not parse"),
-        (False, put("n.SCB", torch.ones(4)), UnsupportedFormat, "8-bit"),
+        (False, put("n.SCB", torch.ones(4)), CheckpointSurplus, "scales of an 8-bit weight"),
+        (False, put("n.weight", torch.ones(4, 4, dtype=torch.int8)), CheckpointIncomplete,
+         "lacks its SCB"),
+        (False, put("m.SCB", torch.ones(4)), CheckpointIncomplete, "do not fit together"),
     ],
 )  # fmt: skip
 def test_a_damaged_set_of_tensors_is_refused_by_name(tmp_path, nested, edit, error, words):
@@ -98,7 +113,7 @@ def test_a_damaged_set_of_tensors_is_refused_by_name(tmp_path, nested, edit, err
         formats_of(tmp_path, tensors)
     text = str(caught.value)
     assert words in text
-    assert "where: m.weight" in text or "where: n.SCB" in text
+    assert any(f"where: {name}" in text for name in ("m.weight", "n.SCB", "n.weight"))
     assert "fix: " in text
 
 

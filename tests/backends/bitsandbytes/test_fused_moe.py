@@ -31,7 +31,7 @@ def test_packed_experts_are_refused_by_name():
 def test_the_name_that_vllm_gives_the_layer_of_experts_is_seen_through():
     packed = request("model.layers.0.mlp.experts.3.up_proj")
     inner = MoeRequest(packed.config, None, f"{packed.prefix}.routed_experts")
-    with pytest.raises(UnsupportedFormat, match="1 packed expert weights"):
+    with pytest.raises(UnsupportedFormat, match="1 quantized expert weights"):
         refuse_packed_experts(inner)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oot_quant.errors import UnknownOption, UnsupportedFormat
+from oot_quant.errors import UnknownOption
 from oot_quant_backends.bitsandbytes.options import Options, is_skipped, parse, refuse_unknown
 
 
@@ -23,7 +23,7 @@ def test_what_transformers_writes_is_understood_in_full():
         llm_int8_skip_modules=["lm_head"],
     ).to_dict()
     options = parse(section)
-    assert options == Options("fp4", 64, True, ("lm_head",), options.given, ())
+    assert options == Options(4, "fp4", 64, True, ("lm_head",), options.given, ())
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,14 @@ def test_a_value_that_an_option_does_not_have_is_refused(section, words):
 
 
 @pytest.mark.parametrize("name", ["load_in_8bit", "_load_in_8bit"])
-def test_8_bit_is_refused_and_never_becomes_4_bit(name):
-    with pytest.raises(UnsupportedFormat, match="8-bit"):
-        parse({name: True})
+def test_8_bit_never_becomes_4_bit(name):
+    assert parse({name: True}).bits == 8
+    assert parse({}).bits == 4
+
+
+def test_4_and_8_bit_at_once_are_refused():
+    with pytest.raises(UnknownOption, match="both true"):
+        parse({"load_in_8bit": True, "load_in_4bit": True})
 
 
 def test_an_unknown_option_is_named_with_those_that_exist():

@@ -6,8 +6,8 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 
-from oot_quant_backends.bitsandbytes import kernels
-from oot_quant_backends.bitsandbytes.kernels import Gemm4bit, Kernel, Packed, PackedCpu, choose
+from oot_quant_backends.bitsandbytes import kernels_4bit as kernels
+from oot_quant_backends.bitsandbytes.kernels_4bit import Gemm4bit, Kernel, Packed, PackedCpu, choose
 from oot_quant_backends.bitsandbytes.weights import code_table, quantize, unpack
 from tests.backends.bitsandbytes.stored import random_matrix
 

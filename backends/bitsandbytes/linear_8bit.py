@@ -1,0 +1,112 @@
+"""Linear layers in 8 bit: from LLM.int8 tensors, or from 16-bit ones quantized while loading.
+
+Both end in the same form: ``weight`` as the chosen kernel wants it, and ``weight_scb`` [rows, 1]
+float32, the largest weight of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+
+from oot_quant.errors import UnsupportedFormat, WeightMismatch
+from oot_quant.vllm_glue.int8 import UNIT
+from oot_quant.vllm_glue.linear import (
+    OnlineLinearMethod,
+    QuantizedLinearMethod,
+    StoredLinearMethod,
+)
+from oot_quant.vllm_glue.params import Decoder, Site
+
+from .agreement import METHOD
+from .formats import ROW_LAYOUT, EightBit
+from .kernels_8bit import STEPS, Kernel, choose
+from .weights import quantize_rows
+
+ROWS_AT_ONCE = 1024
+
+
+class EightBitLinearMethod(QuantizedLinearMethod):
+    """The final form and computing with it."""
+
+    kernel: Kernel
+
+    def final(
+        self, layer: LinearBase, weight: torch.Tensor, scb: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        """Choose the kernel, and give it the parameters in the form that it wants."""
+        rows, columns = weight.shape
+        self.kernel = choose(rows, columns, layer.params_dtype)
+        return {**self.kernel.prepare(layer, weight), "weight_scb": scb}
+
+    def apply(
+        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        scale: torch.Tensor = layer.weight_scb.view(-1) / (STEPS * UNIT)
+        out = self.kernel(layer, x) * scale
+        return (out if bias is None else out + bias).to(x.dtype)
+
+    def dequantize_weight(self, layer: LinearBase) -> torch.Tensor:
+        """Asks the kernel itself, whose layout is its own: the product with unit vectors."""
+        columns = self.shape.rank_columns
+        parts = []
+        for start in range(0, columns, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, columns - start)
+            units = torch.zeros(
+                count, columns, dtype=layer.params_dtype, device=layer.weight.device
+            )
+            units[torch.arange(count), start + torch.arange(count)] = 1
+            parts.append(self.kernel(layer, units).t().float())
+        scale: torch.Tensor = layer.weight_scb / (STEPS * UNIT)
+        return (torch.cat(parts, dim=1) * scale).to(layer.params_dtype)
+
+
+class Stored8bitLinearMethod(StoredLinearMethod, EightBitLinearMethod):
+    """A layer whose matrices are stored by LLM.int8."""
+
+    def __init__(self, format: EightBit) -> None:
+        super().__init__(METHOD, format)
+
+    def decoders(self) -> Mapping[str, Decoder]:
+        return {"weight": _signed, "weight_format": _row_layout}
+
+    def decode(self, layer: LinearBase) -> Mapping[str, torch.Tensor]:
+        return self.final(layer, layer.weight.data, layer.weight_scb.data)
+
+
+class Online8bitLinearMethod(OnlineLinearMethod, EightBitLinearMethod):
+    """A layer whose 16-bit matrices are quantized on arrival, row by row."""
+
+    def quantize(
+        self, layer: LinearBase, matrices: Sequence[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        weight, scb = quantize_rows(torch.cat(list(matrices)))
+        return self.final(layer, weight, scb)
+
+
+def _signed(weight: torch.Tensor, site: Site) -> torch.Tensor:
+    """Refuse 16-bit weights, which would be cut to whole numbers without a word."""
+    if weight.dtype != torch.int8:
+        raise WeightMismatch(
+            "an 8-bit layer was given a weight that is not 8-bit",
+            where=site.where,
+            found=f"{weight.dtype} of shape {list(weight.shape)}",
+            needed="torch.int8",
+            fix="use a checkpoint whose 8-bit modules all have an SCB tensor",
+        )
+    return weight
+
+
+def _row_layout(code: torch.Tensor, site: Site) -> torch.Tensor:
+    """Refuse layouts of old GPUs; only whole rows are understood."""
+    if int(code.flatten()[0]) != ROW_LAYOUT:
+        raise UnsupportedFormat(
+            "an 8-bit weight is stored in a layout of an old GPU",
+            where=site.where,
+            found=f"weight_format {int(code.flatten()[0])}",
+            needed=f"weight_format {ROW_LAYOUT}, plain rows",
+            fix="save the checkpoint again with a current bitsandbytes",
+        )
+    return code
