@@ -51,6 +51,12 @@ def module_of(tensor: str) -> str:
     return WEIGHT.split(tensor, maxsplit=1)[0] if WEIGHT.search(tensor) else tensor
 
 
+def is_part_of(tensor: str, quantized: Mapping[str, ModuleSummary]) -> bool:
+    """Whether a stored tensor is the weight of a quantized module or one of its side tensors."""
+    module, _, part = tensor.rpartition(".")
+    return module_of(tensor) in quantized or (module in quantized and part != "bias")
+
+
 def is_expert(name: str) -> bool:
     """Whether a module or tensor belongs to routed experts."""
     return EXPERTS.search(name) is not None
@@ -78,8 +84,7 @@ def weights(
     packed = plain = 0
     device = 0.0
     for tensor in checkpoint.tensors.values():
-        module = module_of(tensor.name)
-        if module in quantized and WEIGHT.search(tensor.name):
+        if is_part_of(tensor.name, quantized):
             packed += tensor.bytes
             continue
         plain += tensor.bytes

@@ -90,13 +90,14 @@ class ModelShelf:
         def make(folder: Path) -> None:
             from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-            config = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type=quant_type,
-                bnb_4bit_use_double_quant=nested,
-                bnb_4bit_compute_dtype=torch.bfloat16,
-                **options,
-            )
+            four_bit = {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": quant_type,
+                "bnb_4bit_use_double_quant": nested,
+                "bnb_4bit_compute_dtype": torch.bfloat16,
+            }
+            kind = {"load_in_8bit": True} if quant_type == "int8" else four_bit
+            config = BitsAndBytesConfig(**kind, **options)
             # Saved before the first forward: bitsandbytes may repack the weights there.
             model = AutoModelForCausalLM.from_pretrained(
                 plain, dtype=torch.bfloat16, quantization_config=config
@@ -115,7 +116,11 @@ def dequantized_weights(folder: Path) -> dict[str, torch.Tensor]:
     stored = load_file(folder / "model.safetensors")
     weights = {}
     for name, tensor in stored.items():
-        if ".weight." in name:
+        if ".weight." in name or name.endswith((".SCB", ".weight_format")):
+            continue
+        scb = stored.get(f"{name.removesuffix('weight')}SCB")
+        if scb is not None:
+            weights[name] = tensor.float() * (scb / 127).unsqueeze(1)
             continue
         state = {key: value for key, value in stored.items() if key.startswith(f"{name}.")}
         if state:

@@ -8,7 +8,7 @@ from typing import Any
 
 from oot_quant.doctor.inventory import Inventory, pattern_of, ranges
 from oot_quant.doctor.model import GROUP
-from oot_quant.memory import is_expert, module_of, weights
+from oot_quant.memory import is_expert, is_part_of, module_of, weights
 from oot_quant.types import Check, Facts, ModuleSummary, Outcome, Status
 
 STEP = 1024
@@ -48,7 +48,7 @@ def experts(_: Facts, seen: Any) -> Outcome:
     plain = [
         tensor
         for tensor in tensors
-        if is_expert(tensor.name) and module_of(tensor.name) not in inventory.summaries
+        if is_expert(tensor.name) and not is_part_of(tensor.name, inventory.summaries)
     ]
     packed = {name: s for name, s in inventory.summaries.items() if is_expert(name)}
     size = sum(tensor.bytes for tensor in plain)

@@ -71,6 +71,12 @@ def test_in_flight_equals_the_stored_checkpoint(shelf):
     check_against_oracle(run, folder, "float32")
 
 
+def test_8_bit_is_compiled_like_everything_else(shelf):
+    folder = shelf.quantized(shelf.llama(), "int8")
+    run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], enforce_eager=False, dtype="float32")
+    check_against_oracle(run, folder, "float32")
+
+
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
 def test_compiled_equals_eager(shelf, stored):
     folder = shelf.quantized(shelf.llama()) if stored else shelf.llama()
@@ -82,12 +88,16 @@ def test_compiled_equals_eager(shelf, stored):
     check_against_oracle(run, shelf.quantized(shelf.llama()), "bfloat16")
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
-def test_two_ranks_give_the_tokens_of_one(shelf, stored):
+@pytest.mark.parametrize("kind", ["nf4-double", "int8", "in-flight"])
+def test_two_ranks_give_the_tokens_of_one(shelf, kind):
     """Down-projection rows of 352 for each rank: five and a half blocks of 64."""
     plain = shelf.llama(intermediate_size=704)
-    folder = shelf.quantized(plain, nested=True) if stored else shelf.llama()
-    arguments = {} if stored else {"quantization": "bitsandbytes"}
+    folder = {
+        "nf4-double": lambda: shelf.quantized(plain, nested=True),
+        "int8": lambda: shelf.quantized(plain, "int8"),
+        "in-flight": shelf.llama,
+    }[kind]()
+    arguments = {"quantization": "bitsandbytes"} if kind == "in-flight" else {}
     one, two = (
         run_engine(folder, prompts=PROMPTS, dtype="float32", tensor_parallel_size=size, **arguments)
         for size in (1, 2)
@@ -97,7 +107,7 @@ def test_two_ranks_give_the_tokens_of_one(shelf, stored):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4", "int8"])
 def test_perplexity_of_a_real_model(shelf, smol, tmp_path, kind, dtype):
     """In float32 against exact weights, in bfloat16 against transformers' own rounded ones.
 
