@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -27,6 +28,8 @@ BYTES = {
 }
 """Bytes of one element, by safetensors' name of a dtype."""
 INDEX = "model.safetensors.index.json"
+SHARDED_STATE = re.compile(r"model-rank-\d+-part-\d+\.safetensors")
+"""vLLM's names of a sharded state's files; all ranks have tensors of the same names and shapes."""
 MAX_HEADER_BYTES = 100_000_000
 HUB_TIMEOUT_SECONDS = 10
 
@@ -75,6 +78,11 @@ class Checkpoint:
             if found:
                 return dict(found)
         return None
+
+    @property
+    def is_sharded_state(self) -> bool:
+        """Whether vLLM saved these files, one set for each rank, from a loaded model."""
+        return bool(self.files) and all(SHARDED_STATE.fullmatch(file) for file in self.files)
 
     def read(self, name: str) -> bytes | None:
         """The bytes of one small tensor; None if the file is not on this machine."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from oot_quant.checkpoint import Checkpoint
+    from oot_quant.checkpoint import Checkpoint, StoredTensor
     from oot_quant.vllm_glue.config import PluginConfig
 
 
@@ -116,13 +116,15 @@ class LinearRequest:
     """A linear layer asks for its method, while the model is built.
 
     ``prefix`` is vLLM's name of the layer, ``members`` the names of the matrices that it
-    merges (just the prefix for a plain layer).
+    merges (just the prefix for a plain layer). ``saved`` is None but for a sharded state: the
+    layer's parameters as they were once loading had finished, by name.
     """
 
     config: PluginConfig
     layer: Module
     prefix: str
     members: tuple[str, ...]
+    saved: Mapping[str, StoredTensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,10 @@ class ModelShelf:
                 unfinished.rename(folder)
         return folder
 
-    def llama(self, *, tied: bool = False, **changes: Any) -> Path:
+    def llama(self, *, tied: bool = False, seed: int = 0, **changes: Any) -> Path:
         """A random two-layer Llama in bfloat16: hidden 256, MLP 512, 4 heads and 2 KV heads."""
-        name = "-".join(["llama", *(["tied"] if tied else []), *map(_part, changes.items())])
+        kind = [*(["tied"] if tied else []), *([f"seed{seed}"] if seed else [])]
+        name = "-".join(["llama", *kind, *map(_part, changes.items())])
 
         def make(folder: Path) -> None:
             from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,7 +58,7 @@ class ModelShelf:
                 "vocab_size": 512,
                 "tie_word_embeddings": tied,
             }
-            _save_random(LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})), folder)
+            _save_random(LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})), folder, seed)
 
         return self.get(name, make)
 
@@ -149,8 +150,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
     return ModelShelf(shared / "models")
 
 
-def _save_random(model: torch.nn.Module, folder: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
+def _save_random(model: torch.nn.Module, folder: Path, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:  # matrices; norms stay one

@@ -38,6 +38,8 @@ class BitsAndBytesConfig(PluginConfig):
     def check(self, checkpoint: Checkpoint | None) -> None:
         """Refuse what cannot work, and say what the tensors decided against the config."""
         require_library()
+        if self.is_saved:
+            return
         if self.formats:
             check_options(self.wanted, self.formats)
             self._warn_of_differences()

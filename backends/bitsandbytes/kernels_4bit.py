@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import BLOCKSIZES
+from oot_quant.errors import UnsupportedFormat
+
+from .formats import BLOCKSIZES, QUANT_TYPES
 from .weights import code_table, unpack
 
 PACKED_ROWS = 32
@@ -123,20 +125,49 @@ class PackedCpu(Kernel):
         return values * packed.absmax.t().float().repeat_interleave(self.blocksize, dim=1)
 
 
-def choose(quant_type: str, packed: Packed, dtype: torch.dtype) -> Kernel:
+def choose(packed: Packed, dtype: torch.dtype) -> Kernel:
     """The kernel for a layer's part on this rank, computing in ``dtype``."""
-    import bitsandbytes.functional as bnb
-
     rows, columns = packed.shape
     device, blocksize = packed.weight.device, columns // packed.absmax.shape[1]
-    usual = code_table(quant_type, device)
-    if blocksize not in BLOCKSIZES or not torch.allclose(
-        packed.quant_map, usual, atol=1e-6, rtol=0
-    ):
+    quant_type = _quant_type(packed.quant_map)
+    if blocksize not in BLOCKSIZES or quant_type is None:
         return Kernel()
     if device.type != "cpu":
         return Gemm4bit(quant_type, blocksize)
-    if dtype == torch.bfloat16 and rows % PACKED_ROWS == 0 and bnb.has_avx512bf16():
+    if dtype == torch.bfloat16 and rows % PACKED_ROWS == 0 and has_packed_cpu():
         return PackedCpu(quant_type, blocksize)
     repeat = max(1, blocksize // LONGEST_CPU_BLOCK)
     return Gemm4bit(quant_type, blocksize // repeat, repeat)
+
+
+def recognize(packed: Packed, dtype: torch.dtype) -> Kernel:
+    """The kernel for a weight that another engine has prepared.
+
+    Raises UnsupportedFormat if it was prepared for a processor that this one is not.
+    """
+    if packed.absmax.dtype == torch.float32:
+        return choose(packed, dtype)
+    quant_type = _quant_type(packed.quant_map)
+    if not has_packed_cpu() or quant_type is None:
+        raise UnsupportedFormat(
+            "the saved state was prepared for a processor with AVX-512 BF16",
+            needed="such a processor, or a state that was saved on this one",
+            fix="load the original checkpoint and save its sharded state here",
+        )
+    return PackedCpu(quant_type, packed.shape[1] // packed.absmax.shape[0])
+
+
+def has_packed_cpu() -> bool:
+    """Whether bitsandbytes' AVX-512 kernel runs on this processor."""
+    import bitsandbytes.functional as bnb
+
+    return bool(bnb.has_avx512bf16())
+
+
+def _quant_type(quant_map: torch.Tensor) -> str | None:
+    """Whose values a table holds; None for values of its own."""
+    for quant_type in QUANT_TYPES:
+        usual = code_table(quant_type, quant_map.device)
+        if torch.allclose(quant_map, usual, atol=1e-6, rtol=0):
+            return quant_type
+    return None

@@ -10,10 +10,21 @@ from oot_quant.vllm_glue.config import logger
 from .config import BitsAndBytesConfig
 from .formats import EightBit, FourBit, label
 from .library import require_library
-from .linear_4bit import Online4bitLinearMethod, Stored4bitLinearMethod
-from .linear_8bit import Online8bitLinearMethod, Stored8bitLinearMethod
+from .linear_4bit import (
+    Online4bitLinearMethod,
+    Saved4bitLinearMethod,
+    Stored4bitLinearMethod,
+)
+from .linear_8bit import (
+    Online8bitLinearMethod,
+    Saved8bitLinearMethod,
+    Stored8bitLinearMethod,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from oot_quant.checkpoint import StoredTensor
     from oot_quant.types import LinearRequest
     from oot_quant.vllm_glue.linear import QuantizedLinearMethod
 
@@ -27,20 +38,10 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
     config = request.config
     assert isinstance(config, BitsAndBytesConfig)
     require_library()  # in the worker too, where the device that it has to work on is in use
-    wanted = config.wanted
-    if not config.prequantized:
-        if _is_skipped(config, request):
-            return None
-        return Online8bitLinearMethod() if wanted.bits == 8 else Online4bitLinearMethod(wanted)
+    if request.saved is not None:
+        return _saved(request.saved)
     if not config.formats:
-        # Headers could not be read (PyTorch files, dummy weights): go by the config.
-        if _is_skipped(config, request):
-            return None
-        return _stored(
-            EightBit()
-            if wanted.bits == 8
-            else FourBit(wanted.quant_type, wanted.blocksize, wanted.nested)
-        )
+        return None if _is_skipped(config, request) else _by_options(config)
     stored = {name: config.formats.get(name) for name in config.stored_names(request.prefix)}
     formats = [form for form in stored.values() if isinstance(form, (FourBit, EightBit))]
     if not formats:
@@ -56,10 +57,27 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
     return _stored(formats[0])
 
 
+def _by_options(config: BitsAndBytesConfig) -> QuantizedLinearMethod:
+    """In flight; or as the config says, where headers cannot be read (PyTorch files, dummy)."""
+    wanted = config.wanted
+    if wanted.bits == 8:
+        return _stored(EightBit()) if config.prequantized else Online8bitLinearMethod()
+    if config.prequantized:
+        return _stored(FourBit(wanted.quant_type, wanted.blocksize, wanted.nested))
+    return Online4bitLinearMethod(wanted)
+
+
 def _stored(format: FourBit | EightBit) -> QuantizedLinearMethod:
     if isinstance(format, EightBit):
         return Stored8bitLinearMethod(format)
     return Stored4bitLinearMethod(format)
+
+
+def _saved(tensors: Mapping[str, StoredTensor]) -> QuantizedLinearMethod | None:
+    """The method for a layer of a sharded state, told by the parameters that it has there."""
+    if "weight_absmax" in tensors:
+        return Saved4bitLinearMethod(tensors)
+    return Saved8bitLinearMethod(tensors) if "weight_scb" in tensors else None
 
 
 def _is_skipped(config: BitsAndBytesConfig, request: LinearRequest) -> bool:

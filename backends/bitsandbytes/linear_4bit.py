@@ -17,13 +17,14 @@ from oot_quant.types import Runs
 from oot_quant.vllm_glue.linear import (
     OnlineLinearMethod,
     QuantizedLinearMethod,
+    SavedLinearMethod,
     StoredLinearMethod,
 )
 from oot_quant.vllm_glue.params import Decoder, Site, to_matrix
 
 from .agreement import METHOD
 from .formats import BLOCKSIZES, FourBit, label, parse_state
-from .kernels_4bit import Kernel, Packed, choose
+from .kernels_4bit import Kernel, Packed, choose, recognize
 from .options import Options
 from .weights import code_table, decode_absmax, quantize
 
@@ -35,11 +36,9 @@ class FourBitLinearMethod(QuantizedLinearMethod):
 
     kernel: Kernel
 
-    def final(
-        self, layer: LinearBase, quant_type: str, packed: Packed
-    ) -> Mapping[str, torch.Tensor]:
+    def final(self, layer: LinearBase, packed: Packed) -> Mapping[str, torch.Tensor]:
         """Choose the kernel, and give it the parameters in the form that it wants."""
-        self.kernel = choose(quant_type, packed, layer.params_dtype)
+        self.kernel = choose(packed, layer.params_dtype)
         return dict(zip(FINAL, self.kernel.prepare(packed), strict=True))
 
     def apply(
@@ -66,7 +65,7 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
     def decode(self, layer: LinearBase) -> Mapping[str, torch.Tensor]:
         absmax = self._decode_absmax(layer) if self.stored.nested else layer.weight_absmax.data
         packed = Packed(layer.weight.data, absmax, self._quant_map(layer))
-        return self.final(layer, self.stored.quant_type, packed)
+        return self.final(layer, packed)
 
     def _decode_absmax(self, layer: LinearBase) -> torch.Tensor:
         """Scales of all merged matrices, each decoded with its own statistics."""
@@ -115,6 +114,13 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
         return torch.tensor([state["nested_offset"]], dtype=torch.float32).view(torch.uint8)
 
 
+class Saved4bitLinearMethod(SavedLinearMethod, FourBitLinearMethod):
+    """A layer of a sharded state."""
+
+    def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
+        self.kernel = recognize(Packed(*(final[name] for name in FINAL)), layer.params_dtype)
+
+
 class Online4bitLinearMethod(OnlineLinearMethod, FourBitLinearMethod):
     """A layer whose 16-bit matrices are quantized on arrival, each as bitsandbytes would."""
 
@@ -135,7 +141,7 @@ class Online4bitLinearMethod(OnlineLinearMethod, FourBitLinearMethod):
             codes.append(octets.view(matrix.shape[0], -1))
             scales.append(to_matrix(absmax, blocks, Site(layer.prefix, *matrix.shape), size))
         packed = Packed(torch.cat(codes), torch.cat(scales), quant_map)
-        return self.final(layer, self.options.quant_type, packed)
+        return self.final(layer, packed)
 
     def _blocksize(self) -> int:
         """The block size asked for; a smaller one if it would reach across two ranks."""

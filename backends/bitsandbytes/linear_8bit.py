@@ -16,6 +16,7 @@ from oot_quant.vllm_glue.int8 import UNIT
 from oot_quant.vllm_glue.linear import (
     OnlineLinearMethod,
     QuantizedLinearMethod,
+    SavedLinearMethod,
     StoredLinearMethod,
 )
 from oot_quant.vllm_glue.params import Decoder, Site
@@ -74,6 +75,26 @@ class Stored8bitLinearMethod(StoredLinearMethod, EightBitLinearMethod):
 
     def decode(self, layer: LinearBase) -> Mapping[str, torch.Tensor]:
         return self.final(layer, layer.weight.data, layer.weight_scb.data)
+
+
+class Saved8bitLinearMethod(SavedLinearMethod, EightBitLinearMethod):
+    """A layer of a sharded state."""
+
+    def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
+        rows, columns = final["weight_scb"].shape[0], self.shape.rank_columns
+        self.kernel = choose(rows, columns, layer.params_dtype)
+        # A kernel of vLLM finds out what it needs while it prepares a weight; any will do.
+        example = self.kernel.prepare(layer, torch.zeros(rows, columns, dtype=torch.int8))
+        needed = {name: (value.shape, value.dtype) for name, value in example.items()}
+        found = {name: (final[name].shape, final[name].dtype) for name in needed if name in final}
+        if found != needed:
+            raise UnsupportedFormat(
+                "the saved state was prepared for another kind of device",
+                where=layer.prefix,
+                found=str(found),
+                needed=str(needed),
+                fix="load the original checkpoint and save its sharded state here",
+            )
 
 
 class Online8bitLinearMethod(OnlineLinearMethod, EightBitLinearMethod):

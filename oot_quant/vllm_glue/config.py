@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
-from oot_quant.checkpoint import Checkpoint, read_checkpoint
+from oot_quant.checkpoint import Checkpoint, StoredTensor, read_checkpoint
 from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
@@ -55,6 +55,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.formats: dict[str, object] = {}
         self.prequantized = bool(options)
         self.stored_modules: set[str] = set()
+        self._saved: dict[str, dict[str, StoredTensor]] | None = None
         self._seen: dict[str, set[bool]] = {}
         self._unresolved: dict[str, str] = {}
 
@@ -104,7 +105,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         refuse_rivals(self.method)
         checkpoint = _read(model_name, revision)
         found = None
-        if checkpoint is not None:
+        if checkpoint is not None and checkpoint.is_sharded_state:
+            self._saved = _by_module(checkpoint)
+        elif checkpoint is not None:
             found = backends().call(self.method, "oot_quant_read_formats", checkpoint=checkpoint)
         if found is not None and checkpoint is not None:
             self.formats = dict(found)
@@ -138,7 +141,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, LinearBase):
             members = self.members(prefix)
             self._check_stored(prefix, members)
-            linear = LinearRequest(self, layer, prefix, members)
+            saved = None if self._saved is None else self._saved.get(prefix, {})
+            linear = LinearRequest(self, layer, prefix, members, saved)
             method = backends().call(self.method, "oot_quant_linear_method", request=linear)
             return UnquantizedLinearMethod() if method is None else method
         if isinstance(layer, RoutedExperts):
@@ -165,6 +169,11 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         """Names under which a layer's matrices are stored: its own if they are fused on disk."""
         return (prefix,) if prefix in self.formats else self.members(prefix)
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the model comes from a sharded state, in which every layer is finished."""
+        return self._saved is not None
+
     def fingerprint(self) -> str:
         """A digest of everything that shapes the compiled model."""
         stored = sorted((name, repr(value)) for name, value in self.formats.items())
@@ -187,6 +196,14 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
                 needed=", ".join(f"{name}.weight" for name in members),
                 fix="download or save the checkpoint again",
             )
+
+
+def _by_module(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        modules.setdefault(module, {})[parameter] = tensor
+    return modules
 
 
 def _read(model: str, revision: str | None) -> Checkpoint | None:

@@ -32,8 +32,19 @@ from oot_quant.vllm_glue.params import (
 )
 
 if TYPE_CHECKING:
+    from oot_quant.checkpoint import StoredTensor
+
     Parameters = Mapping[str, torch.Tensor]
 
+TORCH_DTYPE = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+"""Dtypes of finished parameters, by safetensors' name."""
 PROCESSED = "_already_called_process_weights_after_loading"
 """Set on a processed layer. vLLM's reload deletes the attribute of just this name."""
 
@@ -114,6 +125,30 @@ class StoredLinearMethod(QuantizedLinearMethod):
     def decode(self, layer: LinearBase) -> Parameters:
         """The final parameters; those that were loaded, unless overridden."""
         return {rule.name: getattr(layer, rule.name).data for rule in self.rules}
+
+
+class SavedLinearMethod(QuantizedLinearMethod):
+    """A layer whose final parameters come from a sharded state, as another engine left them.
+
+    tensors: the headers of the layer's parameters on one rank; those of all ranks are alike.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self.tensors = {name: t for name, t in tensors.items() if name != "bias"}
+
+    def prepare(self, layer: LinearBase) -> None:
+        for name, tensor in self.tensors.items():
+            data = torch.empty(tensor.shape, dtype=TORCH_DTYPE[tensor.dtype])
+            layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+
+    def finish(self, layer: LinearBase) -> Parameters:
+        final = {name: getattr(layer, name).data for name in self.tensors}
+        self.adopt(layer, final)
+        return final
+
+    def adopt(self, layer: LinearBase, final: Parameters) -> None:
+        """Get ready to compute with parameters that need no more work."""
+        raise NotImplementedError
 
 
 class OnlineLinearMethod(QuantizedLinearMethod):

@@ -24,7 +24,7 @@ def chosen(dtype=torch.bfloat16, rows=ROWS, columns=COLUMNS, blocksize=64, scale
     absmax = torch.ones(rows, columns // blocksize)
     table = code_table("nf4", torch.device("cpu")) * scale
     weight = torch.zeros(rows, columns // 2, dtype=torch.uint8)
-    return choose("nf4", Packed(weight, absmax, table), dtype)
+    return choose(Packed(weight, absmax, table), dtype)
 
 
 @pytest.mark.parametrize("available", [True, False])

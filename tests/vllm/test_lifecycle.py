@@ -1,0 +1,102 @@
+"""Reload, weight push, sharded state and dummy weights, stored and in flight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine import run_engine
+from tests.vllm.lifecycle import MARK
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPTS = [[1, 5, 9, 33], [7, 8, 200, 4, 4, 100, 31]]
+ROOT = Path(__file__).parents[2]
+RELOADS = 20
+GROWTH = 16 * 2**20
+"""Bytes by which memory may differ between the fifth and the last reload."""
+
+
+def live(model: Path, arguments: dict[str, Any], **steps: Any) -> dict[str, Any]:
+    """Run an engine through some steps of its life in a process of its own."""
+    request = {
+        "prompts": PROMPTS,
+        "arguments": {
+            "model": str(model),
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            **arguments,
+        },
+        **steps,
+    }
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.lifecycle"],
+        input=json.dumps(request),
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    pytest.fail((done.stdout + done.stderr)[-4000:])
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8", "in-flight"])
+def test_lost_weights_come_back_and_a_saved_state_serves(shelf, tmp_path, kind):
+    plain = shelf.llama()
+    model = {
+        "nf4-double": lambda: shelf.quantized(plain, nested=True),
+        "int8": lambda: shelf.quantized(plain, "int8"),
+        "in-flight": lambda: plain,
+    }[kind]()
+    arguments = {"quantization": "bitsandbytes"} if kind == "in-flight" else {}
+    saved = tmp_path / "saved"
+    found = live(model, arguments, reloads=RELOADS, save=str(saved))
+    assert found["lost"] != found["loaded"]
+    assert found["reloaded"] == found["loaded"]
+    assert abs(found["memory"][-1] - found["memory"][4]) < GROWTH
+    again = run_engine(
+        saved,
+        prompts=PROMPTS,
+        max_tokens=12,
+        dtype="float32",
+        load_format="sharded_state",
+        **arguments,
+    )
+    assert again.code == 0, again.log[-4000:]
+    assert again.tokens == found["loaded"]
+
+
+def test_16_bit_weights_pushed_into_an_in_flight_engine_are_served(shelf):
+    """What reinforcement learning does; the result equals a fresh load of those weights."""
+    other = shelf.llama(seed=1)
+    arguments = {"quantization": "bitsandbytes"}
+    found = live(shelf.llama(), arguments, push=str(other / "model.safetensors"))
+    fresh = live(other, arguments)
+    assert found["pushed"] == fresh["loaded"] != found["loaded"]
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
+def test_dummy_weights_start_an_engine(shelf, stored):
+    model = shelf.quantized(shelf.llama(), nested=True) if stored else shelf.llama()
+    arguments = {} if stored else {"quantization": "bitsandbytes"}
+    run = run_engine(model, prompts=PROMPTS, load_format="dummy", **arguments)
+    assert run.code == 0, run.log[-4000:]
+    assert all(0 <= token < 512 for tokens in run.tokens for token in tokens)
