@@ -160,8 +160,8 @@ def oot_quant_iterate_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Read weights from a container that vLLM cannot read: weight iteration for files.
 
-    Optional; only for formats that are not safetensors or PyTorch files. Called once for
-    each load.
+    Optional; only for formats that are not safetensors or PyTorch files. Nothing calls it
+    yet: it waits for the first backend with such a container.
 
     method: the quantization method. files: paths of the container's files, in order.
 

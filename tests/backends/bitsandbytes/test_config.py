@@ -12,11 +12,14 @@ from oot_quant import vllm_plugin
 from oot_quant.errors import (
     CheckpointIncomplete,
     ConfigContradiction,
+    LibraryMissing,
+    LibraryTooOld,
     OotQuantError,
     UnknownOption,
     UnsupportedFormat,
 )
 from oot_quant.testing.layers import build_linear, config_for, tensor_parallel
+from oot_quant_backends.bitsandbytes import library
 from tests.backends.bitsandbytes.stored import (
     SECTION,
     pack,
@@ -246,3 +249,12 @@ class TestThroughTheEngineConfig:
 def test_float32_is_among_the_dtypes(tmp_path):
     config = config_for("bitsandbytes", stored(tmp_path, SECTION))
     assert torch.float32 in config.get_supported_act_dtypes()
+
+
+@pytest.mark.parametrize("found", [None, "0.47.0"])
+def test_a_library_that_is_missing_or_old_stops_before_the_engine(tmp_path, monkeypatch, found):
+    monkeypatch.setattr(library, "installed_version", lambda: found)
+    with pytest.raises(LibraryTooOld if found else LibraryMissing) as caught:
+        config_for("bitsandbytes", stored(tmp_path, SECTION))
+    assert "0.50.0 or newer" in str(caught.value)
+    assert "python -m pip install" in str(caught.value)
