@@ -1,22 +1,28 @@
-"""Runs one vLLM engine in a process of its own and reports what it generated and scored.
+"""Runs vLLM engines in processes of their own and reports what they generated and scored.
 
-As a script it reads a request as JSON from its standard input; ``run_engine`` is the way in
-for tests.
+Importing vLLM takes longer than starting a small engine, so plain runs (one rank, eager, no
+variables of their own) share a worker process, one engine after the other; any other run gets
+a process for itself. As a script this is the worker: requests come in as JSON lines, results go
+out as JSON lines on what was stdout, and all that libraries print goes to stderr.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MARK = "ENGINE-RESULT "
 ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 500
 
 
 @dataclass(frozen=True)
@@ -24,13 +30,14 @@ class Run:
     """What an engine did.
 
     ``tokens`` are the greedy continuations, ``logprobs`` those of each scored text's tokens but
-    the first; ``log`` is all that the process printed.
+    the first, ``pooled`` the vectors of a pooling model; ``log`` is all that was printed.
     """
 
     code: int
     log: str
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
+    pooled: list[list[float]] = field(default_factory=list)
 
 
 def run_engine(
@@ -44,41 +51,115 @@ def run_engine(
 ) -> Run:
     """Start an engine, continue ``prompts`` greedily and score ``texts`` (both token ids).
 
-    arguments: for ``vllm.LLM``; eager and with a small context unless they say otherwise.
+    arguments: for ``vllm.LLM``; eager and with a small context unless they say otherwise. With
+    ``runner="pooling"``, prompts are embedded or classified instead.
     """
-    ranks = int(arguments.get("tensor_parallel_size", 1))
-    variables = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if ranks > 1 else "0",
-        **({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks > 1 else {}),
-        **(env or {}),
-    }
     request = {
-        "prompts": prompts, "texts": texts, "max_tokens": max_tokens,
+        "prompts": prompts,
+        "texts": texts,
+        "max_tokens": max_tokens,
         "arguments": {
-            "model": str(model), "enforce_eager": True, "max_model_len": 1024,
-            "skip_tokenizer_init": True, **arguments,
+            "model": str(model),
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "skip_tokenizer_init": True,
+            **arguments,
         },
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, __file__], input=json.dumps(request), env=variables, cwd=ROOT,
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            result = json.loads(line.removeprefix(MARK))
-            return Run(0, log, result["tokens"], result["logprobs"])
-    return Run(done.returncode or 1, log)
+    }
+    ranks = int(arguments.get("tensor_parallel_size", 1))
+    shared = ranks == 1 and not env and request["arguments"]["enforce_eager"]
+    if shared:
+        return _shared_worker().ask(request)
+    several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    worker = Worker({**(several if ranks > 1 else {}), **(env or {})})
+    try:
+        return worker.ask(request)
+    finally:
+        worker.close()
 
 
-def main() -> None:
-    from vllm import LLM, SamplingParams
+class Worker:
+    """A process that runs engines."""
 
-    request = json.load(sys.stdin)
-    llm = LLM(**request["arguments"])
+    def __init__(self, env: Mapping[str, str]) -> None:
+        variables = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - lives as long as the worker
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={**os.environ, **variables, **env},
+            cwd=ROOT,
+            text=True,
+        )
+
+    def ask(self, request: Mapping[str, Any]) -> Run:
+        """Run one engine; a worker that dies of it is reported with its exit code."""
+        start = self.log.seek(0, os.SEEK_END)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        self.log.seek(start)
+        log = self.log.read().decode(errors="replace")
+        if not line:
+            return Run(self.process.wait() or 1, log)
+        return Run(log=log, **json.loads(line))
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """End the process; judged by its results, so how it exits does not matter."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+_worker: list[Worker] = []
+
+
+def _shared_worker() -> Worker:
+    if not _worker or not _worker[0].alive:
+        _worker[:] = [Worker({})]
+        atexit.register(_worker[0].close)
+    return _worker[0]
+
+
+def serve(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one engine in this process and leave nothing of it behind."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = None
+    try:
+        llm = LLM(**request["arguments"])
+        if request["arguments"].get("runner") == "pooling":
+            return {"pooled": _pool(llm, request)}
+        return _generate(llm, request)
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
 
     def ask(inputs: list[list[int]], **options: Any) -> list[Any]:
         params = SamplingParams(temperature=0, detokenize=False, **options)
@@ -92,7 +173,30 @@ def main() -> None:
         entries = ask([ids], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs[1:]
         scored = zip(ids[1:], entries, strict=True)
         logprobs.append([entry[token].logprob for token, entry in scored])
-    sys.stdout.write("\n" + MARK + json.dumps({"tokens": tokens, "logprobs": logprobs}) + "\n")
+    return {"tokens": tokens, "logprobs": logprobs}
+
+
+def _pool(llm: Any, request: Mapping[str, Any]) -> list[list[float]]:
+    inputs = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+    tasks = llm.supported_tasks
+    outputs = llm.classify(inputs) if "classify" in tasks else llm.embed(inputs)
+    return [list(getattr(o.outputs, "probs", None) or o.outputs.embedding) for o in outputs]
+
+
+def main() -> None:
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            result = {"code": 0, **serve(json.loads(line))}
+        except Exception:  # noqa: BLE001 - reported with its traceback
+            traceback.print_exc()
+            sys.stderr.flush()
+            result = {"code": 1}
+        results.write(json.dumps(result) + "\n")
+        results.flush()
+    # vLLM's threads sometimes abort in the interpreter's own shutdown.
+    os._exit(0)
 
 
 if __name__ == "__main__":
