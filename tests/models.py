@@ -5,6 +5,7 @@ Each is made once for a test run, in a folder that all workers share.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -160,4 +161,5 @@ def _save_random(model: torch.nn.Module, folder: Path, seed: int = 0) -> None:
 
 
 def _part(item: tuple[str, Any]) -> str:
-    return f"{item[0]}-{item[1]}"
+    # vLLM looks for files with glob, to which brackets mean something.
+    return re.sub(r"[^\w.-]", "", f"{item[0]}-{item[1]}")

@@ -51,6 +51,7 @@ class BitsAndBytesConfig(PluginConfig):
             return
         # Nothing is stored packed, so every option is the user's and has to be honoured.
         self.prequantized = False
+        self.quantizes_head = self.wanted.head
         refuse_unknown(self.wanted)
         idle = [*NO_EFFECT, *(FOUR_BIT_ONLY if self.wanted.bits == 8 else ())]
         idle = [name for name in idle if self.options.get(name)]

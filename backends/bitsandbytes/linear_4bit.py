@@ -38,7 +38,7 @@ class FourBitLinearMethod(QuantizedLinearMethod):
 
     def final(self, layer: LinearBase, packed: Packed) -> Mapping[str, torch.Tensor]:
         """Choose the kernel, and give it the parameters in the form that it wants."""
-        self.kernel = choose(packed, layer.params_dtype)
+        self.kernel = choose(packed, self.dtype)
         return dict(zip(FINAL, self.kernel.prepare(packed), strict=True))
 
     def apply(
@@ -49,7 +49,7 @@ class FourBitLinearMethod(QuantizedLinearMethod):
 
     def dequantize_weight(self, layer: LinearBase) -> torch.Tensor:
         packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
-        return self.kernel.dequantize(packed).to(layer.params_dtype)
+        return self.kernel.dequantize(packed).to(self.dtype)
 
 
 class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
@@ -118,7 +118,7 @@ class Saved4bitLinearMethod(SavedLinearMethod, FourBitLinearMethod):
     """A layer of a sharded state."""
 
     def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
-        self.kernel = recognize(Packed(*(final[name] for name in FINAL)), layer.params_dtype)
+        self.kernel = recognize(Packed(*(final[name] for name in FINAL)), self.dtype)
 
 
 class Online4bitLinearMethod(OnlineLinearMethod, FourBitLinearMethod):

@@ -39,7 +39,7 @@ class EightBitLinearMethod(QuantizedLinearMethod):
     ) -> Mapping[str, torch.Tensor]:
         """Choose the kernel, and give it the parameters in the form that it wants."""
         rows, columns = weight.shape
-        self.kernel = choose(rows, columns, layer.params_dtype)
+        self.kernel = choose(rows, columns, self.dtype)
         return {**self.kernel.prepare(layer, weight), "weight_scb": scb}
 
     def apply(
@@ -55,13 +55,11 @@ class EightBitLinearMethod(QuantizedLinearMethod):
         parts = []
         for start in range(0, columns, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, columns - start)
-            units = torch.zeros(
-                count, columns, dtype=layer.params_dtype, device=layer.weight.device
-            )
+            units = torch.zeros(count, columns, dtype=self.dtype, device=layer.weight.device)
             units[torch.arange(count), start + torch.arange(count)] = 1
             parts.append(self.kernel(layer, units).t().float())
         scale: torch.Tensor = layer.weight_scb / (STEPS * UNIT)
-        return (torch.cat(parts, dim=1) * scale).to(layer.params_dtype)
+        return (torch.cat(parts, dim=1) * scale).to(self.dtype)
 
 
 class Stored8bitLinearMethod(StoredLinearMethod, EightBitLinearMethod):
@@ -82,7 +80,7 @@ class Saved8bitLinearMethod(SavedLinearMethod, EightBitLinearMethod):
 
     def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
         rows, columns = final["weight_scb"].shape[0], self.shape.rank_columns
-        self.kernel = choose(rows, columns, layer.params_dtype)
+        self.kernel = choose(rows, columns, self.dtype)
         # A kernel of vLLM finds out what it needs while it prepares a weight; any will do.
         example = self.kernel.prepare(layer, torch.zeros(rows, columns, dtype=torch.int8))
         needed = {name: (value.shape, value.dtype) for name, value in example.items()}

@@ -1,6 +1,7 @@
 """What a user, or a checkpoint's config.json, may ask of bitsandbytes. No torch, no vLLM.
 
-The names are those of transformers' ``BitsAndBytesConfig``, plus ``bnb_4bit_blocksize``.
+The names are those of transformers' ``BitsAndBytesConfig``, plus ``bnb_4bit_blocksize`` and
+``quantize_lm_head``.
 docs/options.md explains each.
 """
 
@@ -21,6 +22,7 @@ FLAGS = (
     "_load_in_4bit",
     "_load_in_8bit",
     "bnb_4bit_use_double_quant",
+    "quantize_lm_head",
     "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight",
 )
@@ -55,6 +57,7 @@ class Options:
     quant_type: str = "nf4"
     blocksize: int = 64
     nested: bool = False
+    head: bool = False
     skip: tuple[str, ...] = ()
     given: frozenset[str] = field(default=frozenset())
     unknown: tuple[str, ...] = ()
@@ -92,6 +95,7 @@ def parse(section: Mapping[str, Any]) -> Options:
         quant_type=quant_type,
         blocksize=blocksize,
         nested=bool(section.get("bnb_4bit_use_double_quant")),
+        head=bool(section.get("quantize_lm_head")),
         skip=tuple(skip or ()),
         given=frozenset(name for name, value in section.items() if value is not None),
         unknown=tuple(sorted(set(section) - set(KNOWN))),

@@ -21,19 +21,25 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.utils import WeightsMapper
 
 from oot_quant.checkpoint import Checkpoint, StoredTensor, read_checkpoint
 from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
+from oot_quant.vllm_glue.pickled import with_pickled_tensors
 from oot_quant.vllm_glue.rivals import refuse_rivals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = init_logger("vllm.oot_quant")
+HEAD = "lm_head"
+"""What transformers calls a model's output head."""
 
 
 class PluginConfig(QuantizationConfig):  # type: ignore[misc]
@@ -43,6 +49,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     tells whether the checkpoint holds any, which is decided by its tensors where their
     headers can be read and by the presence of a quantization section otherwise.
     ``stored_modules`` are the modules that have a stored weight, quantized or not.
+    ``quantizes_head`` asks for output heads to be quantized in flight like linear layers;
+    ``is_tied`` tells that the model uses its input embedding as the head.
     """
 
     method: ClassVar[str]
@@ -54,6 +62,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.options = dict(options or {})
         self.formats: dict[str, object] = {}
         self.prequantized = bool(options)
+        self.quantizes_head = False
+        self.is_tied = False
         self.stored_modules: set[str] = set()
         self._saved: dict[str, dict[str, StoredTensor]] | None = None
         self._seen: dict[str, set[bool]] = {}
@@ -103,6 +113,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     ) -> None:
         """Read the checkpoint's headers and settle what is quantized, and how."""
         refuse_rivals(self.method)
+        self.is_tied = bool(getattr(hf_config, "tie_word_embeddings", False))
         checkpoint = _read(model_name, revision)
         found = None
         if checkpoint is not None and checkpoint.is_sharded_state:
@@ -129,7 +140,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         rules = backends().call(self.method, "oot_quant_weight_names", method=self.method) or ()
         suffixes = {rule.stored_suffix: rule.parameter_suffix for rule in rules}
-        return WeightsMapper(orig_to_new_suffix=suffixes)
+        # vLLM leaves out a tied head's weight itself, but would stumble over its statistics.
+        tied = {f"{HEAD}{suffix}": None for suffix in suffixes} if self.is_tied else {}
+        return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_prefix=tied)
 
     if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
         # vLLM 0.28 and 0.29 merge only the KV-cache mapper into the stream of weights.
@@ -139,21 +152,19 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer; None leaves what is not ours to vLLM."""
         if isinstance(layer, LinearBase):
-            members = self.members(prefix)
-            self._check_stored(prefix, members)
-            saved = None if self._saved is None else self._saved.get(prefix, {})
-            linear = LinearRequest(self, layer, prefix, members, saved)
-            method = backends().call(self.method, "oot_quant_linear_method", request=linear)
-            return UnquantizedLinearMethod() if method is None else method
+            self._check_stored(prefix, self.members(prefix))
+            return self._linear_method(layer, prefix) or UnquantizedLinearMethod()
+        if isinstance(layer, ParallelLMHead):
+            return self._head_method(layer, prefix)
         if isinstance(layer, RoutedExperts):
             experts = MoeRequest(self, layer, prefix)
             return backends().call(self.method, "oot_quant_moe_method", request=experts)
         if isinstance(layer, VocabParallelEmbedding) and prefix in self.formats:
             raise UnsupportedFormat(
-                "a quantized embedding or output head is not supported yet",
+                "a quantized input embedding is not supported",
                 where=prefix,
                 needed="this module in 16 bit",
-                fix="use a checkpoint of this model that skips it (lm_head, embed_tokens)",
+                fix="use a checkpoint of this model that does not quantize its embedding",
             )
         return None
 
@@ -179,6 +190,28 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         stored = sorted((name, repr(value)) for name, value in self.formats.items())
         options = sorted((name, repr(value)) for name, value in self.options.items())
         return hashlib.sha256(repr((self.method, stored, options)).encode()).hexdigest()
+
+    def _linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not hasattr(layer, "prefix"):
+            layer.prefix = prefix  # type: ignore[assignment] # heads of vLLM 0.28 do not keep it
+        saved = None if self._saved is None else self._saved.get(prefix, {})
+        request = LinearRequest(self, layer, prefix, self.members(prefix), saved)
+        return backends().call(self.method, "oot_quant_linear_method", request=request)
+
+    def _head_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """An output head's method: like a linear layer's, where it is stored or asked for so."""
+        if self.is_tied:
+            if prefix in self.formats or self.quantizes_head:
+                logger.warning(
+                    "%s: the model uses its input embedding as output head, so %s is not "
+                    "quantized.",
+                    self.method,
+                    prefix,
+                )
+            return None
+        if prefix in self.formats or self.is_saved or self.quantizes_head:
+            return self._linear_method(layer, prefix)
+        return None
 
     def _check_stored(self, prefix: str, members: tuple[str, ...]) -> None:
         """Raise if a layer has no stored weight although the same layer elsewhere has one."""
@@ -207,8 +240,10 @@ def _by_module(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
 
 
 def _read(model: str, revision: str | None) -> Checkpoint | None:
-    """The checkpoint's headers; None for a store that only vLLM's loaders can reach."""
-    return None if "://" in model else read_checkpoint(model, revision)
+    """What the checkpoint holds; None for a store that only vLLM's loaders can reach."""
+    if "://" in model:
+        return None
+    return with_pickled_tensors(read_checkpoint(model, revision))
 
 
 def _modules(names: Iterable[str]) -> Iterable[str]:

@@ -50,9 +50,13 @@ PROCESSED = "_already_called_process_weights_after_loading"
 
 
 class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """What both ways share. ``shape`` is the layer's, on this rank."""
+    """What all ways share. ``shape`` is the layer's on this rank, ``dtype`` what it computes in.
+
+    A layer is a linear one of vLLM, or an output head, which is made like one.
+    """
 
     shape: LayerShape
+    dtype: torch.dtype
 
     def create_weights(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -64,7 +68,7 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        assert isinstance(layer, LinearBase)
+        self.dtype = params_dtype
         rows = tuple(output_partition_sizes)
         self.shape = LayerShape(rows, input_size, input_size_per_partition)
         self.prepare(layer)
@@ -72,7 +76,6 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if getattr(layer, PROCESSED, False):
             return
-        assert isinstance(layer, LinearBase)
         final = self.finish(layer)
         for name, _ in list(layer.named_parameters(recurse=False)):
             if name.startswith("weight"):
@@ -162,7 +165,7 @@ class OnlineLinearMethod(QuantizedLinearMethod):
 
     def prepare(self, layer: LinearBase) -> None:
         rows, columns = sum(self.shape.rows), self.shape.rank_columns
-        data = torch.empty(rows, columns, dtype=layer.params_dtype, device="meta")
+        data = torch.empty(rows, columns, dtype=self.dtype, device="meta")
         loader = load_plain_weight(layer)
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)

@@ -163,7 +163,9 @@ def stored_rows(layer: LinearBase, shard_id: ShardId) -> int:
             return sizes[shard_id]
         if shard_id is None:
             return sum(sizes.values())
-    sizes_of_members: list[int] = getattr(layer, "output_sizes", [layer.output_size])
+    # An output head is padded; what is stored is the vocabulary.
+    whole = getattr(layer, "org_vocab_size", layer.output_size)
+    sizes_of_members: list[int] = getattr(layer, "output_sizes", [whole])
     return sum(sizes_of_members[index] for index in shard_members(shard_id, len(sizes_of_members)))
 
 

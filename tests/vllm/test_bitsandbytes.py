@@ -6,11 +6,13 @@ Starting engines is what these tests cost, so each start serves several assertio
 from __future__ import annotations
 
 import re
+import shutil
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from demo import smollm2
@@ -57,6 +59,21 @@ def test_a_stored_checkpoint_needs_no_flags_and_agrees_with_transformers(shelf, 
 def test_weights_that_are_fused_on_disk_agree_with_transformers(shelf):
     folder = shelf.quantized(shelf.phi3(), nested=True)
     run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32")
+    check_against_oracle(run, folder, "float32")
+
+
+def test_a_quantized_output_head_is_used(shelf):
+    folder = shelf.quantized(shelf.llama(), nested=True, llm_int8_skip_modules=["nothing"])
+    run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32")
+    check_against_oracle(run, folder, "float32")
+
+
+def test_pytorch_files_are_read_like_safetensors(shelf, tmp_path):
+    folder = shelf.quantized(shelf.llama(), "fp4", nested=True)
+    pickled = shutil.copytree(folder, tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    run = run_engine(pickled, prompts=PROMPTS, texts=[TEXT], dtype="float32")
     check_against_oracle(run, folder, "float32")
 
 

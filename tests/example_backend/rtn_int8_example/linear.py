@@ -48,7 +48,7 @@ class Int8LinearMethod(QuantizedLinearMethod):
         return torch.nn.functional.linear(x, self.dequantize_weight(layer).to(x.dtype), bias)
 
     def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
-        return (layer.weight * layer.weight_scale).to(layer.params_dtype)
+        return (layer.weight * layer.weight_scale).to(self.dtype)
 
 
 class StoredInt8LinearMethod(StoredLinearMethod, Int8LinearMethod):
