@@ -5,6 +5,7 @@ Each is made once for a test run, in a folder that all workers share.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
+
+from demo import smollm2
 
 SPREAD = 0.1
 """Standard deviation of random weights: large enough that logits are not flat."""
@@ -63,25 +66,25 @@ class ModelShelf:
 
         return self.get(name, make)
 
-    def phi3(self) -> Path:
-        """A random two-layer Phi-3: q/k/v and gate/up are one tensor each on disk."""
+    def family(self, name: str) -> Path:
+        """A random model of one of the families in ``tests.families``, in bfloat16."""
+        from tests.families import FAMILIES
+
+        return self.get(name, lambda folder: _save_random(FAMILIES[name](), folder))
+
+    def merged(self, quantized: Path, adapter: Path, name: str) -> Path:
+        """A quantized model unpacked to float32, with a LoRA adapter added to its weights."""
 
         def make(folder: Path) -> None:
-            from transformers import Phi3Config, Phi3ForCausalLM
+            weights = dequantized_weights(quantized)
+            add_adapter(weights, adapter)
+            folder.mkdir()
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            config = json.loads((quantized / "config.json").read_text(encoding="utf-8"))
+            del config["quantization_config"]
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
-            config = Phi3Config(
-                hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=512,
-                pad_token_id=0,
-                tie_word_embeddings=False,
-            )
-            _save_random(Phi3ForCausalLM(config), folder)
-
-        return self.get("phi3", make)
+        return self.get(name, make)
 
     def quantized(
         self, plain: Path, quant_type: str = "nf4", *, nested: bool = False, **options: Any
@@ -90,7 +93,7 @@ class ModelShelf:
         parts = [plain.name, quantized_name(quant_type, nested), *map(_part, options.items())]
 
         def make(folder: Path) -> None:
-            from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+            from transformers import BitsAndBytesConfig
 
             four_bit = {
                 "load_in_4bit": True,
@@ -101,7 +104,7 @@ class ModelShelf:
             kind = {"load_in_8bit": True} if quant_type == "int8" else four_bit
             config = BitsAndBytesConfig(**kind, **options)
             # Saved before the first forward: bitsandbytes may repack the weights there.
-            model = AutoModelForCausalLM.from_pretrained(
+            model = model_class(plain).from_pretrained(
                 plain, dtype=torch.bfloat16, quantization_config=config
             )
             model.save_pretrained(folder)
@@ -109,6 +112,23 @@ class ModelShelf:
                 shutil.copy(file, folder)
 
         return self.get("-".join(parts), make)
+
+
+def add_adapter(weights: dict[str, torch.Tensor], adapter: Path) -> None:
+    """Add a LoRA adapter's products to the weights that it is for."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, up in tensors.items():
+        module, found, _ = name.removeprefix("base_model.model.").partition(".lora_B")
+        if found:
+            weights[f"{module}.weight"] += up @ tensors[name.replace("lora_B", "lora_A")]
+
+
+def model_class(folder: Path) -> Any:
+    """The class of transformers that a checkpoint's config.json names."""
+    import transformers
+
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name)
 
 
 def dequantized_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -151,11 +171,17 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
     return ModelShelf(shared / "models")
 
 
+@pytest.fixture(scope="session")
+def smol(shelf: ModelShelf) -> Path:
+    """SmolLM2-135M-Instruct in bfloat16, a real model with tied embeddings."""
+    return shelf.get("smollm2", lambda folder: smollm2.build(folder, lambda done, total: None))
+
+
 def _save_random(model: torch.nn.Module, folder: Path, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:  # matrices; norms stay one
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 or name.endswith(".bias"):  # norms' weights stay one
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * SPREAD)
     model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
 

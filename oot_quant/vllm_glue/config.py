@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.oot_quant")
 HEAD = "lm_head"
 """What transformers calls a model's output head."""
+DRAFT = "draft_model."
+"""What vLLM puts before the names of a draft model's layers, but not before its weights'."""
 
 
 class PluginConfig(QuantizationConfig):  # type: ignore[misc]
@@ -151,6 +153,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer; None leaves what is not ours to vLLM."""
+        prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
             self._check_stored(prefix, self.members(prefix))
             return self._linear_method(layer, prefix) or UnquantizedLinearMethod()

@@ -46,11 +46,15 @@ def run_engine(
     prompts: Sequence[Sequence[int]] = (),
     texts: Sequence[Sequence[int]] = (),
     max_tokens: int = 16,
+    lora: Path | None = None,
+    choices: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Run:
     """Start an engine, continue ``prompts`` greedily and score ``texts`` (both token ids).
 
+    lora: an adapter's folder, used for the prompts. choices: what the continuations have to be
+    one of; the model then needs its tokenizer.
     arguments: for ``vllm.LLM``; eager and with a small context unless they say otherwise. With
     ``runner="pooling"``, prompts are embedded or classified instead.
     """
@@ -58,6 +62,8 @@ def run_engine(
         "prompts": prompts,
         "texts": texts,
         "max_tokens": max_tokens,
+        "lora": str(lora) if lora else None,
+        "choices": list(choices),
         "arguments": {
             "model": str(model),
             "enforce_eager": True,
@@ -160,14 +166,22 @@ def serve(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
+
+    lora = LoRARequest("adapter", 1, request["lora"]) if request["lora"] else None
+    limits: dict[str, Any] = {"ignore_eos": True}
+    if request["choices"]:
+        limits = {"structured_outputs": StructuredOutputsParams(choice=request["choices"])}
 
     def ask(inputs: list[list[int]], **options: Any) -> list[Any]:
         params = SamplingParams(temperature=0, detokenize=False, **options)
-        return llm.generate([{"prompt_token_ids": ids} for ids in inputs], params, use_tqdm=False)
+        prompts = [{"prompt_token_ids": ids} for ids in inputs]
+        return llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
 
     tokens, logprobs = [], []
     if request["prompts"]:
-        outputs = ask(request["prompts"], max_tokens=request["max_tokens"], ignore_eos=True)
+        outputs = ask(request["prompts"], max_tokens=request["max_tokens"], **limits)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
     for ids in request["texts"]:
         entries = ask([ids], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs[1:]

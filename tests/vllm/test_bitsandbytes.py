@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from demo import smollm2
-from tests.models import ModelShelf, changed
+from tests.models import changed
 from tests.vllm.engine import Run, run_engine
 from tests.vllm.oracle import Oracle, agree, perplexity
 
@@ -26,12 +25,6 @@ PROMPTS = [[1, 5, 9, 33], [7, 8, 200, 4, 4, 100, 31], [511]]
 TEXT = [3, 77, 451, 12, 300, 8, 8, 190, 42, 256, 17, 500, 23, 4, 99, 401]
 PLAIN_TEXT = (Path(__file__).parent / "plain.txt").read_text(encoding="utf-8").strip()
 NEAR_TIE = {"float32": 0.01, "bfloat16": 0.05}
-
-
-@pytest.fixture(scope="session")
-def smol(shelf: ModelShelf) -> Path:
-    """SmolLM2-135M-Instruct in bfloat16, a real model with tied embeddings."""
-    return shelf.get("smollm2", lambda folder: smollm2.build(folder, lambda done, total: None))
 
 
 unpacked = lru_cache(maxsize=1)(Oracle.unpacked)

@@ -21,6 +21,7 @@ from oot_quant.errors import (
 )
 from oot_quant.testing.layers import build_linear, config_for, tensor_parallel
 from oot_quant_backends.bitsandbytes import library
+from oot_quant_backends.bitsandbytes.linear_4bit import Stored4bitLinearMethod
 from tests.backends.bitsandbytes.stored import (
     SECTION,
     pack,
@@ -147,6 +148,14 @@ def test_names_follow_the_model_class(tmp_path):
     )
     config.apply_vllm_mapper(mapper)
     assert list(config.formats) == ["language_model.model.layers.0.fc1"]
+
+
+def test_layers_of_a_draft_model_are_found_by_their_own_names(tmp_path):
+    tensors, _ = pack(UP, random_matrix(64, 128))
+    config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors))
+    with tensor_parallel():
+        layer = build_linear("column", config, f"draft_model.{UP}", 128, 64)
+    assert isinstance(layer.quant_method, Stored4bitLinearMethod)
 
 
 def test_a_skip_list_follows_the_model_class(tmp_path):
