@@ -72,12 +72,14 @@ class ModelShelf:
 
         return self.get(name, lambda folder: _save_random(FAMILIES[name](), folder))
 
-    def merged(self, quantized: Path, adapter: Path, name: str) -> Path:
-        """A quantized model unpacked to float32, with a LoRA adapter added to its weights."""
+    def unpacked(self, quantized: Path, adapter: Path | None = None) -> Path:
+        """A quantized model in float32; with the products of a LoRA adapter, if one is given."""
+        name = f"{quantized.name}-{adapter.name if adapter else 'unpacked'}"
 
         def make(folder: Path) -> None:
             weights = dequantized_weights(quantized)
-            add_adapter(weights, adapter)
+            if adapter:
+                add_adapter(weights, adapter)
             folder.mkdir()
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
             config = json.loads((quantized / "config.json").read_text(encoding="utf-8"))

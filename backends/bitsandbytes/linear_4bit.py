@@ -47,7 +47,7 @@ class FourBitLinearMethod(QuantizedLinearMethod):
         packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
         return self.kernel(x, packed, bias)
 
-    def dequantize_weight(self, layer: LinearBase) -> torch.Tensor:
+    def dequantize(self, layer: LinearBase) -> torch.Tensor:
         packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
         return self.kernel.dequantize(packed).to(self.dtype)
 

@@ -49,7 +49,7 @@ class EightBitLinearMethod(QuantizedLinearMethod):
         out = self.kernel(layer, x) * scale
         return (out if bias is None else out + bias).to(x.dtype)
 
-    def dequantize_weight(self, layer: LinearBase) -> torch.Tensor:
+    def dequantize(self, layer: LinearBase) -> torch.Tensor:
         """Asks the kernel itself, whose layout is its own: the product with unit vectors."""
         columns = self.shape.rank_columns
         parts = []

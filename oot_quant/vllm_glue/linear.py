@@ -1,6 +1,6 @@
 """The two ways in which a quantized linear layer gets its weight: stored, or made in flight.
 
-A backend writes one class that computes (``apply`` and ``dequantize_weight``) and mixes it
+A backend writes one class that computes (``apply`` and ``dequantize``) and mixes it
 with each of the two below. Both leave the layer with the same final parameters, so that
 saving, reloading and computing know one form only.
 """
@@ -92,9 +92,22 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """The parameters that computing needs, from what loading filled."""
         raise NotImplementedError
 
-    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
-        """The finished layer's weight on this rank, [rows, columns], in the layer's dtype."""
+    def dequantize(self, layer: torch.nn.Module) -> torch.Tensor:
+        """A weight on this rank, [rows, columns] in ``dtype``, from its final parameters."""
         raise NotImplementedError
+
+    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
+        """The layer's weight on this rank, [rows, columns] in ``dtype``.
+
+        vLLM asks for it to quantize a stored weight anew (online fp8), before the layer is
+        finished and with its loaded parameters to be left as they are.
+        """
+        if getattr(layer, PROCESSED, False):
+            return self.dequantize(layer)
+        finished = torch.nn.Module()
+        for name, value in self.finish(layer).items():
+            finished.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        return self.dequantize(finished)
 
 
 class StoredLinearMethod(QuantizedLinearMethod):

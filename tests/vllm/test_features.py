@@ -58,7 +58,7 @@ def test_lora_on_a_quantized_base(shelf: ModelShelf, tmp_path: Path, kind: str):
     assert run_engine(model, prompts=PROMPTS, lora=idle, **arguments).tokens == base.tokens
     active = write_adapter(tmp_path / "active", weights, 0.05)
     found = run_engine(model, prompts=PROMPTS, lora=active, **arguments)
-    merged = shelf.merged(quantized, active, f"{quantized.name}-merged")
+    merged = shelf.unpacked(quantized, active)
     expected = run_engine(merged, prompts=PROMPTS, dtype="float32")
     assert found.tokens == expected.tokens
     assert found.tokens != base.tokens
@@ -73,6 +73,31 @@ def test_drafts_do_not_change_what_is_said(shelf: ModelShelf, quantized: str):
     run = run_engine(target, prompts=PROMPTS, dtype="float32", speculative_config=speculative)
     assert run.code == 0, run.log[-4000:]
     assert run.tokens == alone.tokens
+
+
+def test_an_fp8_cache_serves_quantized_weights_like_any(shelf: ModelShelf):
+    quantized = shelf.quantized(shelf.llama(), nested=True)
+    runs = [
+        run_engine(model, prompts=PROMPTS, kv_cache_dtype="fp8")
+        for model in (quantized, shelf.unpacked(quantized))
+    ]
+    assert [run.code for run in runs] == [0, 0], runs[0].log[-4000:]
+    assert runs[0].tokens == runs[1].tokens
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+def test_stored_weights_can_be_quantized_anew_to_fp8(shelf: ModelShelf, kind: str):
+    """vLLM 0.32's online quantization on top of a checkpoint, against plain weights."""
+    name, _, nested = kind.partition("-")
+    quantized = shelf.quantized(shelf.llama(), name, nested=bool(nested))
+    fp8 = {"linear": {"weight": "fp8_per_channel_static"}}
+    found = run_engine(quantized, prompts=PROMPTS, quantization_config=fp8)
+    assert found.code == 0, found.log[-4000:]
+    expected = run_engine(
+        shelf.unpacked(quantized), prompts=PROMPTS, quantization="fp8_per_channel"
+    )
+    assert expected.code == 0, expected.log[-4000:]
+    assert found.tokens == expected.tokens
 
 
 def test_answers_from_a_fixed_choice(shelf: ModelShelf, smol: Path):

@@ -45,9 +45,9 @@ class Int8LinearMethod(QuantizedLinearMethod):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.dequantize_weight(layer).to(x.dtype), bias)
+        return torch.nn.functional.linear(x, self.dequantize(layer).to(x.dtype), bias)
 
-    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
+    def dequantize(self, layer: torch.nn.Module) -> torch.Tensor:
         return (layer.weight * layer.weight_scale).to(self.dtype)
 
 
