@@ -32,6 +32,7 @@ from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
 from oot_quant.vllm_glue.pickled import with_pickled_tensors
+from oot_quant.vllm_glue.names import accept_stored_names, model_class_name, stacked_members
 from oot_quant.vllm_glue.rivals import refuse_rivals
 
 if TYPE_CHECKING:
@@ -155,8 +156,12 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         """The method for a layer; None leaves what is not ours to vLLM."""
         prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
-            self._check_stored(prefix, self.members(prefix))
-            return self._linear_method(layer, prefix) or UnquantizedLinearMethod()
+            self._check_stored(layer, prefix)
+            method = self._linear_method(layer, prefix)
+            if method is None:
+                return UnquantizedLinearMethod()
+            accept_stored_names(layer, self.get_checkpoint_weight_mapper())
+            return method
         if isinstance(layer, ParallelLMHead):
             return self._head_method(layer, prefix)
         if isinstance(layer, RoutedExperts):
@@ -176,8 +181,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     def members(self, prefix: str) -> tuple[str, ...]:
         """Names of the matrices that a layer merges; just its own for a plain layer."""
         parent, dot, name = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(name, [name])
-        return tuple(f"{parent}{dot}{part}" for part in parts)
+        if name in self.packed_modules_mapping:
+            return tuple(f"{parent}{dot}{part}" for part in self.packed_modules_mapping[name])
+        return stacked_members(prefix) or (prefix,)
 
     def stored_names(self, prefix: str) -> tuple[str, ...]:
         """Names under which a layer's matrices are stored: its own if they are fused on disk."""
@@ -216,8 +222,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             return self._linear_method(layer, prefix)
         return None
 
-    def _check_stored(self, prefix: str, members: tuple[str, ...]) -> None:
-        """Raise if a layer has no stored weight although the same layer elsewhere has one."""
+    def _check_stored(self, layer: LinearBase, prefix: str) -> None:
+        """Raise if a layer has no stored weight although it, or its namesakes, must have one."""
+        members = self.members(prefix)
         if not self.stored_modules:
             return
         stored = any(name in self.stored_modules for name in (prefix, *members))
@@ -225,12 +232,28 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self._seen.setdefault(kind, set()).add(stored)
         if not stored:
             self._unresolved.setdefault(kind, prefix)
+            self._refuse_unnamed_members(layer, prefix)
         if self._seen[kind] == {True, False}:
             raise CheckpointIncomplete(
                 "the checkpoint has no weight for a layer",
                 where=self._unresolved[kind],
                 needed=", ".join(f"{name}.weight" for name in members),
                 fix="download or save the checkpoint again",
+            )
+
+    def _refuse_unnamed_members(self, layer: LinearBase, prefix: str) -> None:
+        """Raise if nobody says which of the packed matrices beside it a layer merges."""
+        parent, _, name = prefix.rpartition(".")
+        beside = [form for form in self.formats if form.rpartition(".")[0] == parent]
+        if beside and len(getattr(layer, "output_sizes", ())) > 1:
+            raise UnsupportedFormat(
+                "the model class does not say which matrices one of its layers merges",
+                where=prefix,
+                found=f"{model_class_name()} without {name!r} in packed_modules_mapping; quantized "
+                f"beside it: {', '.join(beside)}",
+                needed="the names of the matrices, which decide whether the layer is quantized",
+                fix=f"add {name!r} to packed_modules_mapping of the class, or use a 16-bit "
+                "checkpoint",
             )
 
 

@@ -24,6 +24,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParamete
 from oot_quant.errors import CheckpointIncomplete, WeightMismatch
 from oot_quant.sharding import granule, is_plain_view, items_per_row, stored_items
 from oot_quant.types import ParameterRule, PerMatrix, Runs
+from oot_quant.vllm_glue.reload import keep_old_weights
 
 ShardId = int | str | tuple[int, ...] | None
 MEMBER_OF_SHARD = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
@@ -114,6 +115,7 @@ def load_plain_weight(layer: LinearBase) -> Callable[..., None]:
     ) -> None:
         layer = _alive(reference)
         if not loaded_weight.is_floating_point():
+            keep_old_weights()
             raise WeightMismatch(
                 "packed bytes without a quant state cannot be loaded into an in-flight layer",
                 where=f"{layer.prefix}.weight",
@@ -190,7 +192,8 @@ def _matrix_loader(
     ) -> None:
         layer = _alive(reference)
         site = _site(layer, rule, shape, loaded_shard_id)
-        matrix = to_matrix(decode(loaded_weight, site), layout, site, size)
+        stored = _in_file_order(loaded_weight)
+        matrix = to_matrix(decode(stored, site), layout, site, size)
         _deliver(layer, param, matrix, loaded_shard_id)
 
     return load_matrix
@@ -231,6 +234,16 @@ def _site(layer: LinearBase, rule: ParameterRule, shape: LayerShape, shard_id: S
     part = "" if shard_id is None else f" (part {shard_id})"
     where = f"{layer.prefix}.{rule.name}{part}"
     return Site(where, stored_rows(layer, shard_id), shape.columns)
+
+
+def _in_file_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it lies in the file, if the model's class has transposed it.
+
+    GPT-2's does so with every weight, since plain ones are stored that way (Conv1D). Packed
+    ones are stored as a linear layer has them.
+    """
+    is_transposed = tensor.ndim == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
+    return tensor.t() if is_transposed else tensor
 
 
 def _as_stored(tensor: torch.Tensor, site: Site) -> torch.Tensor:

@@ -60,6 +60,14 @@ def main() -> None:
         weights = list(load_file(request["push"]).items())
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         result["pushed"] = tokens()
+    if request.get("push_packed"):
+        stored = load_file(request["push_packed"])
+        packed = [(name, tensor) for name, tensor in stored.items() if ".weight." not in name]
+        try:
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": packed})
+        except Exception as error:  # noqa: BLE001 - what is refused is what is tested
+            result["refused"] = str(error)
+        result["still"] = tokens()
     sys.stdout.write("\n" + MARK + json.dumps(result) + "\n")
 
 

@@ -93,6 +93,14 @@ def test_16_bit_weights_pushed_into_an_in_flight_engine_are_served(shelf):
     assert found["pushed"] == fresh["loaded"] != found["loaded"]
 
 
+def test_packed_bytes_without_a_state_are_refused_and_the_old_weights_serve_on(shelf):
+    packed = shelf.quantized(shelf.llama()) / "model.safetensors"
+    found = live(shelf.llama(), {"quantization": "bitsandbytes"}, push_packed=str(packed))
+    assert "packed bytes without a quant state" in found["refused"]
+    assert "model.layers.0." in found["refused"]
+    assert found["still"] == found["loaded"]
+
+
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
 def test_dummy_weights_start_an_engine(shelf, stored):
     model = shelf.quantized(shelf.llama(), nested=True) if stored else shelf.llama()

@@ -1,0 +1,70 @@
+"""Names of stored tensors and of layers, where vLLM's model classes do not bring them together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.utils import WeightsMapper
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def accept_stored_names(layer: LinearBase, mapper: WeightsMapper) -> None:
+    """Let a layer take its own tensors under their stored names too.
+
+    vLLM renames them for a whole model, but only if the model's class, or one of its direct
+    children, keeps its quantization config as an attribute; Mamba-2 does not.
+    """
+    reference = weakref.ref(layer)
+
+    def load_weights(weights: NamedTensors) -> Iterable[str]:
+        layer = reference()
+        assert layer is not None, "a loader outlived its layer"
+        load = getattr(type(layer), "load_weights", _load_parameters)
+        # Suffixes in the mapper start with a dot, as they do in a whole name.
+        renamed = mapper.apply((f".{name}", tensor) for name, tensor in weights)
+        yield from load(layer, ((name[1:], tensor) for name, tensor in renamed))
+
+    layer.load_weights = load_weights
+
+
+def stacked_members(prefix: str) -> tuple[str, ...]:
+    """Names of the matrices that a layer merges, by its model's table of stacked weights.
+
+    That table is what loading goes by, from vLLM 0.32 on. Empty if it does not name the layer.
+    """
+    mapper = getattr(_model_class(), "hf_to_vllm_mapper", None)
+    stacked = getattr(mapper, "orig_to_new_stacked", {})
+    return tuple(
+        f"{prefix.removesuffix(merged.strip('.'))}{member.strip('.')}"
+        for member, (merged, _) in stacked.items()
+        if f".{prefix}".endswith(f".{merged.strip('.')}")
+    )
+
+
+def model_class_name() -> str:
+    """The class of the model that is being built, for messages."""
+    found = _model_class()
+    return "the model class" if found is None else found.__name__
+
+
+def _model_class() -> type | None:
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None:
+        return None
+    found: type = get_model_architecture(config.model_config)[0]
+    return found
+
+
+def _load_parameters(layer: LinearBase, weights: NamedTensors) -> Iterator[str]:
+    """Give tensors to the parameters of the same names: for vLLM 0.28 to 0.31."""
+    for name, tensor in weights:
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor)
+        yield name
