@@ -135,7 +135,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(raw)
         tensors = dict(_parse(path, header, 8 + length, size))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _unreadable(path, f"a header that does not parse ({error})") from error
     return tensors
 

@@ -129,7 +129,7 @@ def parse_state(raw: bytes, where: str) -> dict[str, Any]:
             "nested_offset": float(state.get("nested_offset", 0.0)),
             "nested_blocksize": int(state.get("nested_blocksize", NESTED_BLOCKSIZE)),
         }
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WeightMismatch(
             "a quant state does not parse",
             where=where,

@@ -126,6 +126,8 @@ def test_a_damaged_set_of_tensors_is_refused_by_name(tmp_path, nested, edit, err
         (b"{}", WeightMismatch, "quant_type"),
         (b'{"quant_type": "nf4", "blocksize": "x", "shape": [1, 2]}', WeightMismatch, "does not"),
         (b'{"quant_type": "nf4", "blocksize": 64, "shape": null}', WeightMismatch, "does not"),
+        (b'{"quant_type": "nf4", "blocksize": Infinity, "shape": [1, 2]}', WeightMismatch,
+         "OverflowError"),
         (b'{"quant_type": "int2", "blocksize": 64, "shape": [1, 2]}', UnsupportedFormat, "'int2'"),
         (b'{"quant_type": "nf4", "blocksize": 48, "shape": [1, 2]}', UnsupportedFormat, "48"),
         (b'{"quant_type": "nf4", "blocksize": 64, "shape": [1, 2, 3]}', UnsupportedFormat,
