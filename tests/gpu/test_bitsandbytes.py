@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -15,7 +19,12 @@ from oot_quant.testing.layers import (
 )
 from oot_quant_backends.bitsandbytes.kernels_4bit import Packed
 from oot_quant_backends.bitsandbytes.weights import quantize
-from tests.backends.bitsandbytes.stored import pack, random_matrix, write_checkpoint
+from tests.backends.bitsandbytes.stored import (
+    pack,
+    pack_8bit,
+    random_matrix,
+    write_checkpoint,
+)
 from tests.vllm.engine import run_engine
 
 NAME = "model.layers.0.mlp.down_proj"
@@ -93,15 +102,76 @@ def test_quantizing_on_another_stream_waits_for_the_weight(nested):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
-def test_graphs_give_the_tokens_of_eager(shelf, stored):
-    folder = shelf.quantized(shelf.llama(), nested=True) if stored else shelf.llama()
-    arguments = {} if stored else {"quantization": "bitsandbytes"}
+@pytest.mark.parametrize("dtype", list(LIMIT), ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(256, 1024), (200, 712), (64, 90)])
+def test_8_bit_output_against_float64(tmp_path, rows, columns, dtype):
+    """Sizes that vLLM's kernels like, that they have to pad, and that they do not take."""
+    tensors, whole = pack_8bit(NAME, random_matrix(rows, columns))
+    write_checkpoint(tmp_path, tensors, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with tensor_parallel(), torch.device("cuda"):
+        config = config_for("bitsandbytes", tmp_path)
+        layer = build_linear("row", config, NAME, columns, rows, dtype=dtype)
+        load_stored(layer, config, tensors.items())
+        process(layer)
+    weight = whole.cuda().double()
+    assert error_of(layer.quant_method.dequantize_weight(layer), weight) < LIMIT[dtype]
+    for tokens in TOKENS:
+        x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
+        bias = torch.randn(rows, device="cuda", dtype=dtype)
+        reference = x.double() @ weight.t() + bias.double()
+        assert error_of(layer.quant_method.apply(layer, x, bias), reference) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8", "in-flight", "in-flight-int8"])
+def test_graphs_give_the_tokens_of_eager(shelf, kind):
+    plain = shelf.llama()
+    folder, arguments = {
+        "nf4-double": lambda: (shelf.quantized(plain, nested=True), {}),
+        "int8": lambda: (shelf.quantized(plain, "int8"), {}),
+        "in-flight": lambda: (plain, {"quantization": "bitsandbytes"}),
+        "in-flight-int8": lambda: (
+            plain,
+            {
+                "quantization": "bitsandbytes",
+                "hf_overrides": {"quantization_config": {"load_in_8bit": True}},
+            },
+        ),
+    }[kind]()
     runs = [
-        run_engine(folder, prompts=PROMPTS, enforce_eager=eager, gpu_memory_utilization=0.3,
-                   **arguments)
+        run_engine(
+            folder, prompts=PROMPTS, enforce_eager=eager, gpu_memory_utilization=0.3, **arguments
+        )
         for eager in (True, False)
-    ]  # fmt: skip
+    ]
     assert [run.code for run in runs] == [0, 0], runs[-1].log[-4000:]
     assert "cudagraph" in runs[1].log.lower() or "CUDA graph" in runs[1].log
     assert runs[0].tokens == runs[1].tokens
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake(shelf, level):
+    """Level 1 keeps the weights, level 2 drops them, which a reload mends."""
+    script = (
+        "import sys; from vllm import LLM, SamplingParams\n"
+        "level = int(sys.argv[2])\n"
+        "llm = LLM(sys.argv[1], max_model_len=256, skip_tokenizer_init=True,\n"
+        "          enable_sleep_mode=True, gpu_memory_utilization=0.3)\n"
+        "ask = lambda: [o.outputs[0].token_ids for o in llm.generate(\n"
+        "    [{'prompt_token_ids': [1, 5, 9, 33]}],\n"
+        "    SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True))]\n"
+        "before = ask()\n"
+        "llm.sleep(level=level)\n"
+        "llm.wake_up()\n"
+        "level == 2 and llm.collective_rpc('reload_weights')\n"
+        "print('SAME' if ask() == before else 'DIFFERENT')\n"
+    )
+    folder = shelf.quantized(shelf.llama(), nested=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder), str(level)],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "SAME" in done.stdout, (done.stdout + done.stderr)[-4000:]
