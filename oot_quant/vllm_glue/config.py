@@ -31,8 +31,8 @@ from oot_quant.checkpoint import Checkpoint, StoredTensor, read_checkpoint
 from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
-from oot_quant.vllm_glue.pickled import with_pickled_tensors
 from oot_quant.vllm_glue.names import accept_stored_names, model_class_name, stacked_members
+from oot_quant.vllm_glue.pickled import with_pickled_tensors
 from oot_quant.vllm_glue.rivals import refuse_rivals
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ def test_a_stored_checkpoint_needs_no_flags_and_agrees_with_transformers(shelf, 
 
 
 def test_weights_that_are_fused_on_disk_agree_with_transformers(shelf):
-    folder = shelf.quantized(shelf.phi3(), nested=True)
+    folder = shelf.quantized(shelf.family("phi3"), nested=True)
     run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32")
     check_against_oracle(run, folder, "float32")
 

@@ -55,6 +55,15 @@ def test_each_rank_holds_its_slice_of_the_unpacked_weight(tmp_path, kind, ranks)
         assert layer.weight.numel() == part.numel()
 
 
+def test_a_weight_that_the_model_class_transposed_is_turned_back(tmp_path):
+    """GPT-2's class does so with each weight; of a square one the shape tells nothing."""
+    tensors, whole = stored_members("column", ROWS["column"][0])
+    folder = write_checkpoint(tmp_path, tensors, SECTION)
+    turned = {name: t.t() if t.ndim == 2 else t for name, t in tensors.items()}
+    layer = load("column", folder, turned, ROWS["column"][0])
+    assert torch.allclose(weight_of(layer), whole[0], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("columns", [512, 90])
 @pytest.mark.parametrize("dtype", list(LIMIT), ids=str)
 def test_output_of_every_dtype(tmp_path, dtype, columns):
