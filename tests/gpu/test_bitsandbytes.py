@@ -26,9 +26,11 @@ from tests.backends.bitsandbytes.stored import (
     write_checkpoint,
 )
 from tests.vllm.engine import run_engine
+from tests.vllm.oracle import Oracle, agree
 
 NAME = "model.layers.0.mlp.down_proj"
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.01}
+NEAR_TIE = 0.05
 TOKENS = (1, 2, 3, 4, 5, 8, 17, 64, 300)
 PROMPTS = [[1, 5, 9, 33], [7, 8, 200, 4, 4, 100, 31], [511]]
 
@@ -124,6 +126,7 @@ def test_8_bit_output_against_float64(tmp_path, rows, columns, dtype):
 
 @pytest.mark.parametrize("kind", ["nf4-double", "int8", "in-flight", "in-flight-int8"])
 def test_graphs_give_the_tokens_of_eager(shelf, kind):
+    """Up to where the oracle itself is undecided in bfloat16, as fused rounding may tip it."""
     plain = shelf.llama()
     folder, arguments = {
         "nf4-double": lambda: (shelf.quantized(plain, nested=True), {}),
@@ -145,7 +148,12 @@ def test_graphs_give_the_tokens_of_eager(shelf, kind):
     ]
     assert [run.code for run in runs] == [0, 0], runs[-1].log[-4000:]
     assert "cudagraph" in runs[1].log.lower() or "CUDA graph" in runs[1].log
-    assert runs[0].tokens == runs[1].tokens
+    name = "int8" if kind.endswith("int8") else "nf4"
+    oracle = Oracle.unpacked(shelf.quantized(plain, name, nested=kind == "nf4-double"))
+    for number, prompt in enumerate(PROMPTS):
+        expected = oracle.continue_greedily(prompt)
+        for run in runs:
+            assert agree(run.tokens[number], expected, NEAR_TIE), (kind, number, run.tokens)
 
 
 @pytest.mark.parametrize("level", [1, 2])
