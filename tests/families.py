@@ -11,11 +11,16 @@ from typing import Any
 
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
     Mamba2Config,
     MistralConfig,
     OPTConfig,
@@ -128,3 +133,22 @@ def mamba2() -> Mamba2Config:
         **sizes, num_heads=8, head_dim=64, state_size=64, n_groups=1, chunk_size=64,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
     )  # fmt: skip
+
+
+def llama_classifier() -> LlamaForSequenceClassification:
+    """Three classes."""
+    return LlamaForSequenceClassification(LlamaConfig(**GATED, num_labels=3))
+
+
+def llama_embedder() -> LlamaModel:
+    """A Llama without a head, so its tensors' names do not begin with ``model.``."""
+    return LlamaModel(LlamaConfig(**GATED))
+
+
+def bert() -> BertModel:
+    return BertModel(BertConfig(**SIZES, intermediate_size=512))
+
+
+POOLING: dict[str, Callable[[], PreTrainedModel]] = {
+    make.__name__: make for make in (llama_classifier, llama_embedder, bert)
+}

@@ -68,9 +68,14 @@ class ModelShelf:
 
     def family(self, name: str) -> Path:
         """A random model of one of the families in ``tests.families``, in bfloat16."""
-        from tests.families import FAMILIES
+        from tests.families import FAMILIES, POOLING
 
-        return self.get(name, lambda folder: _save_random(FAMILIES[name](), folder))
+        def make(folder: Path) -> None:
+            _save_random({**FAMILIES, **POOLING}[name](), folder)
+            if name in POOLING:
+                _save_tokenizer(folder)
+
+        return self.get(name, make)
 
     def unpacked(self, quantized: Path, adapter: Path | None = None) -> Path:
         """A quantized model in float32; with the products of a LoRA adapter, if one is given."""
@@ -186,6 +191,16 @@ def _save_random(model: torch.nn.Module, folder: Path, seed: int = 0) -> None:
             if parameter.ndim == 2 or name.endswith(".bias"):  # norms' weights stay one
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * SPREAD)
     model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One word for each token: vLLM does not embed without a tokenizer, needed or not."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({str(i): i for i in range(512)}, "0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def _part(item: tuple[str, Any]) -> str:

@@ -31,7 +31,13 @@ from oot_quant.checkpoint import Checkpoint, StoredTensor, read_checkpoint
 from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
-from oot_quant.vllm_glue.names import accept_stored_names, model_class_name, stacked_members
+from oot_quant.vllm_glue.names import (
+    accept_stored_names,
+    model_class_name,
+    other_root,
+    stacked_members,
+    stored_group,
+)
 from oot_quant.vllm_glue.pickled import with_pickled_tensors
 from oot_quant.vllm_glue.rivals import refuse_rivals
 
@@ -41,6 +47,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.oot_quant")
 HEAD = "lm_head"
 """What transformers calls a model's output head."""
+SCORE_HEADS = ("score", "classifier")
+"""And those of classifiers. In vLLM they are linear layers like any other."""
 DRAFT = "draft_model."
 """What vLLM puts before the names of a draft model's layers, but not before its weights'."""
 
@@ -156,6 +164,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         """The method for a layer; None leaves what is not ours to vLLM."""
         prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
+            if prefix.rpartition(".")[2] in SCORE_HEADS and not self._is_quantized_head(prefix):
+                return UnquantizedLinearMethod()
             self._check_stored(layer, prefix)
             method = self._linear_method(layer, prefix)
             if method is None:
@@ -180,9 +190,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def members(self, prefix: str) -> tuple[str, ...]:
         """Names of the matrices that a layer merges; just its own for a plain layer."""
-        parent, dot, name = prefix.rpartition(".")
+        parent, _, name = prefix.rpartition(".")
         if name in self.packed_modules_mapping:
-            return tuple(f"{parent}{dot}{part}" for part in self.packed_modules_mapping[name])
+            return stored_group(parent, self.packed_modules_mapping[name], self.stored_modules)
         return stacked_members(prefix) or (prefix,)
 
     def stored_names(self, prefix: str) -> tuple[str, ...]:
@@ -218,15 +228,17 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
                     prefix,
                 )
             return None
-        if prefix in self.formats or self.is_saved or self.quantizes_head:
-            return self._linear_method(layer, prefix)
-        return None
+        return self._linear_method(layer, prefix) if self._is_quantized_head(prefix) else None
+
+    def _is_quantized_head(self, prefix: str) -> bool:
+        return prefix in self.formats or self.is_saved or self.quantizes_head
 
     def _check_stored(self, layer: LinearBase, prefix: str) -> None:
         """Raise if a layer has no stored weight although it, or its namesakes, must have one."""
-        members = self.members(prefix)
         if not self.stored_modules:
             return
+        self._adopt_root(prefix)
+        members = self.members(prefix)
         stored = any(name in self.stored_modules for name in (prefix, *members))
         kind = re.sub(r"\d+", "*", prefix)
         self._seen.setdefault(kind, set()).add(stored)
@@ -241,19 +253,28 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
                 fix="download or save the checkpoint again",
             )
 
+    def _adopt_root(self, prefix: str) -> None:
+        """Know the stored modules by vLLM's names too, if all of those begin otherwise."""
+        roots = (other_root(name, self.stored_modules) for name in (prefix, *self.members(prefix)))
+        for old, new in filter(None, roots):
+            renamed = {n: f"{new}{n[len(old) :]}" for n in self.stored_modules if n.startswith(old)}
+            self.stored_modules.update(renamed.values())
+            self.formats |= {renamed[n]: self.formats[n] for n in renamed if n in self.formats}
+            return
+
     def _refuse_unnamed_members(self, layer: LinearBase, prefix: str) -> None:
         """Raise if nobody says which of the packed matrices beside it a layer merges."""
         parent, _, name = prefix.rpartition(".")
-        beside = [form for form in self.formats if form.rpartition(".")[0] == parent]
+        beside = [module for module in self.formats if module.rpartition(".")[0] == parent]
         if beside and len(getattr(layer, "output_sizes", ())) > 1:
+            entry = self.packed_modules_mapping.get(name, "no entry")
             raise UnsupportedFormat(
-                "the model class does not say which matrices one of its layers merges",
+                "the model class does not say which stored matrices one of its layers merges",
                 where=prefix,
-                found=f"{model_class_name()} without {name!r} in packed_modules_mapping; quantized "
-                f"beside it: {', '.join(beside)}",
-                needed="the names of the matrices, which decide whether the layer is quantized",
-                fix=f"add {name!r} to packed_modules_mapping of the class, or use a 16-bit "
-                "checkpoint",
+                found=f"{model_class_name()}.packed_modules_mapping has {entry} for {name!r}; "
+                f"quantized beside it: {', '.join(beside)}",
+                needed="their names, which decide how the layer is quantized",
+                fix=f"correct the entry {name!r} in that class, or use a 16-bit checkpoint",
             )
 
 

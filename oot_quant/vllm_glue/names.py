@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -46,6 +47,43 @@ def stacked_members(prefix: str) -> tuple[str, ...]:
     )
 
 
+def stored_group(parent: str, parts: Sequence[str], stored: AbstractSet[str]) -> tuple[str, ...]:
+    """Names of the matrices that a layer merges, as they are stored.
+
+    They are its neighbours by name, as a rule. vLLM's BERT calls its layer
+    ``attention.output.qkv_proj`` while it is, and is loaded, in ``attention.self``: the only
+    group with these parts in the nearest surrounding module is meant then.
+    """
+    own = tuple(f"{parent}.{part}" for part in parts)
+    around = parent
+    while stored.isdisjoint(own) and _is_numbered(around):
+        around = around.rpartition(".")[0]
+        inside = {name.rpartition(".")[0] for name in stored if name.startswith(f"{around}.")}
+        groups = [tuple(f"{module}.{part}" for part in parts) for module in inside]
+        found = [group for group in groups if stored >= set(group)]
+        if found:
+            return found[0] if len(found) == 1 and _is_numbered(around) else own
+    return own
+
+
+def other_root(name: str, stored: AbstractSet[str]) -> tuple[str, str] | None:
+    """How the stored names begin, and how vLLM's do, if nothing is stored under vLLM's root.
+
+    Base models are saved without the ``model.`` that vLLM adds when it embeds with them.
+    """
+    rest = name.split(".")
+    if any(module.startswith(f"{rest[0]}.") for module in stored):
+        return None
+    while _is_numbered(".".join(rest)) and not rest[0].isdigit():
+        tail = ".".join(rest)
+        matches = [module for module in stored if f".{module}".endswith(f".{tail}")]
+        if matches:
+            roots = matches[0].removesuffix(tail), name.removesuffix(tail)
+            return roots if len(matches) == 1 else None
+        del rest[0]
+    return None
+
+
 def model_class_name() -> str:
     """The class of the model that is being built, for messages."""
     found = _model_class()
@@ -60,6 +98,11 @@ def _model_class() -> type | None:
         return None
     found: type = get_model_architecture(config.model_config)[0]
     return found
+
+
+def _is_numbered(module: str) -> bool:
+    """Whether a name belongs to one layer of the model, as ``layers.0.mlp`` does."""
+    return any(part.isdigit() for part in module.split("."))
 
 
 def _load_parameters(layer: LinearBase, weights: NamedTensors) -> Iterator[str]:

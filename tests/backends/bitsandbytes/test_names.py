@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
 from oot_quant.errors import UnsupportedFormat
@@ -77,5 +78,49 @@ def test_a_merged_layer_whose_members_nobody_names_is_refused(tmp_path, monkeypa
         build_linear(kind, config, PREFIX[kind], COLUMNS, rows)
     text = str(caught.value)
     assert f"where: {PREFIX[kind]}" in text
-    assert f"dict without '{PREFIX[kind].rpartition('.')[2]}' in packed_modules_mapping" in text
+    name = PREFIX[kind].rpartition(".")[2]
+    assert f"dict.packed_modules_mapping has no entry for '{name}'" in text
     assert all(name in text for name in names_of(kind))
+
+
+def test_members_are_found_beside_a_prefix_that_vllm_misspells(tmp_path):
+    """Its BERT says ``attention.output`` where it means ``attention.self``."""
+    parts = [f"encoder.layer.3.attention.self.{part}" for part in ("query", "key", "value")]
+    stored = {*parts, "encoder.layer.3.attention.output.dense", "encoder.layer.4.attention.x.query"}
+    mapping = ["query", "key", "value"]
+    found = names.stored_group("encoder.layer.3.attention.output", mapping, stored)
+    assert found == tuple(parts)
+    absent = names.stored_group("encoder.layer.4.attention.output", mapping, stored)
+    assert absent == tuple(f"encoder.layer.4.attention.output.{part}" for part in mapping)
+
+
+def test_two_groups_of_the_same_names_are_no_answer():
+    stored = {f"layers.0.{module}.{part}" for module in ("a", "b") for part in ("query", "key")}
+    own = ("layers.0.c.query", "layers.0.c.key")
+    assert names.stored_group("layers.0.c", ["query", "key"], stored) == own
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "roots"),
+    [
+        ("model.layers.0.mlp.fc1", {"layers.0.mlp.fc1", "norm"}, ("", "model.")),
+        ("layers.0.mlp.fc1", {"model.layers.0.mlp.fc1"}, ("model.", "")),
+        ("model.layers.0.mlp.fc1", {"bert.layers.0.mlp.fc1"}, ("bert.", "model.")),
+        ("model.layers.0.mlp.fc1", {"model.norm", "layers.0.mlp.fc1"}, None),
+        ("model.layers.0.mlp.fc1", {"a.layers.0.mlp.fc1", "b.layers.0.mlp.fc1"}, None),
+        ("model.layers.0.mlp.fc1", {"layers.1.mlp.fc1", "x.fc1"}, None),
+        ("model.score", {"score"}, None),
+    ],
+)
+def test_names_that_begin_otherwise(name, stored, roots):
+    assert names.other_root(name, stored) == roots
+
+
+@pytest.mark.parametrize("prefix", ["score", "classifier"])
+def test_a_score_head_is_quantized_in_flight_only_on_request(tmp_path, prefix):
+    folder = write_checkpoint(tmp_path, {f"{prefix}.weight": random_matrix(64, COLUMNS)}, None)
+    for asked in (False, True):
+        config = config_for("bitsandbytes", folder, {"quantize_lm_head": asked})
+        with tensor_parallel():
+            layer = build_linear("replicated", config, prefix, COLUMNS, 64)
+        assert isinstance(layer.quant_method, UnquantizedLinearMethod) is not asked
