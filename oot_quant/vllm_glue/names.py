@@ -54,7 +54,7 @@ def stored_group(parent: str, parts: Sequence[str], stored: AbstractSet[str]) ->
     ``attention.output.qkv_proj`` while it is, and is loaded, in ``attention.self``: the only
     group with these parts in the nearest surrounding module is meant then.
     """
-    own = tuple(f"{parent}.{part}" for part in parts)
+    own = tuple(f"{parent}.{part}".removeprefix(".") for part in parts)
     around = parent
     while stored.isdisjoint(own) and _is_numbered(around):
         around = around.rpartition(".")[0]

@@ -42,3 +42,10 @@ def test_a_family_in_flight_agrees_with_transformers(shelf, family):
         hf_overrides={"quantization_config": {"bnb_4bit_use_double_quant": nested}},
     )  # fmt: skip
     check_against_oracle(run, shelf.quantized(shelf.family(family), nested=nested), "float32")
+
+
+def test_gpt2_in_8_bit(shelf):
+    """Its class transposes square weights too, of which no shape would tell."""
+    folder = shelf.quantized(shelf.family("gpt2"), "int8")
+    run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32")
+    check_against_oracle(run, folder, "float32")
