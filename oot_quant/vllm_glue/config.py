@@ -167,11 +167,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             if prefix.rpartition(".")[2] in SCORE_HEADS and not self._is_quantized_head(prefix):
                 return UnquantizedLinearMethod()
             self._check_stored(layer, prefix)
-            method = self._linear_method(layer, prefix)
-            if method is None:
-                return UnquantizedLinearMethod()
-            accept_stored_names(layer, self.get_checkpoint_weight_mapper())
-            return method
+            return self._linear_method(layer, prefix) or UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             return self._head_method(layer, prefix)
         if isinstance(layer, RoutedExperts):
@@ -215,7 +211,12 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             layer.prefix = prefix  # type: ignore[assignment] # heads of vLLM 0.28 do not keep it
         saved = None if self._saved is None else self._saved.get(prefix, {})
         request = LinearRequest(self, layer, prefix, self.members(prefix), saved)
-        return backends().call(self.method, "oot_quant_linear_method", request=request)
+        method: QuantizeMethodBase | None = backends().call(
+            self.method, "oot_quant_linear_method", request=request
+        )
+        if method is not None:
+            accept_stored_names(layer, self.get_checkpoint_weight_mapper())
+        return method
 
     def _head_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """An output head's method: like a linear layer's, where it is stored or asked for so."""
