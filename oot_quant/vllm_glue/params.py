@@ -166,7 +166,7 @@ def stored_rows(layer: LinearBase, shard_id: ShardId) -> int:
         if shard_id is None:
             return sum(sizes.values())
     # An output head is padded; what is stored is the vocabulary.
-    whole = getattr(layer, "org_vocab_size", layer.output_size)
+    whole = getattr(layer, "org_vocab_size", None) or layer.output_size
     sizes_of_members: list[int] = getattr(layer, "output_sizes", [whole])
     return sum(sizes_of_members[index] for index in shard_members(shard_id, len(sizes_of_members)))
 
