@@ -6,10 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
-settings.register_profile("brisk", max_examples=40)
-settings.load_profile("brisk")
 pytest_plugins = ["tests.models"]
 
 

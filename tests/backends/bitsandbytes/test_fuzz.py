@@ -60,7 +60,7 @@ OPTIONS = st.dictionaries(
     JSON,
 )  # fmt: skip
 ROUNDS = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
