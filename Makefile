@@ -26,8 +26,8 @@ demo: setup  ## serve a small model in 16 and 4 bits and compare; MODEL=owner/na
 test: lint  ## everything: lint, types, import layers, generated docs, all tests
 	@$(PYTEST)
 
-test-fast: setup  ## the tests that start no engine
-	@$(PYTEST) -m "not engine and not gpu"
+test-fast: setup  ## the quick tests: no engine, no GPU; under a minute
+	@$(PYTEST) -m "not engine and not gpu and not slow"
 
 test-gpu: setup  ## the tests that need a GPU
 	@$(BIN)/pytest tests/gpu

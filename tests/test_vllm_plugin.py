@@ -55,6 +55,7 @@ def test_a_newer_vllm_is_tried_with_a_warning(monkeypatch, caplog_vllm):
     assert "vLLM 0.99.0 is newer than" in caplog_vllm.text
 
 
+@pytest.mark.slow
 def test_registration_leaves_the_quantization_library_alone():
     code = (
         "import sys; from oot_quant.vllm_plugin import register; register();"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -32,13 +32,18 @@ between two values of nf4 is 0.152, so more means wrong numbers."""
 def require_library() -> None:
     """Raise unless bitsandbytes is there, new enough and, where that can be tried, works.
 
-    Importing bitsandbytes starts CUDA. A front end that has not done so must not, or vLLM
-    can no longer fork its workers: there, only the version is looked at. Workers use the
-    device already, so they try it.
-
     Raises LibraryMissing, LibraryTooOld or LibraryBroken.
     """
     require_version()
+    try_library()
+
+
+def try_library() -> None:
+    """Raise LibraryBroken or LibraryMissing unless bitsandbytes works; tried once a process.
+
+    Importing bitsandbytes starts CUDA. A front end that has not done so must not, or vLLM
+    can no longer fork its workers: there, nothing is tried. Workers use the device already.
+    """
     if not _import_would_start_gpu():
         _try_once()
 
@@ -122,7 +127,7 @@ def try_native(device: str = "cpu") -> float:
     return error
 
 
-@lru_cache(maxsize=1)
+@cache
 def _try_once() -> None:
     torch = importlib.import_module("torch")
     try_native("cuda" if torch.cuda.is_initialized() else "cpu")

@@ -9,7 +9,7 @@ from oot_quant.vllm_glue.config import logger
 
 from .config import BitsAndBytesConfig
 from .formats import EightBit, FourBit, label
-from .library import require_library
+from .library import try_library
 from .linear_4bit import (
     Online4bitLinearMethod,
     Saved4bitLinearMethod,
@@ -37,7 +37,7 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
     """
     config = request.config
     assert isinstance(config, BitsAndBytesConfig)
-    require_library()  # in the worker too, where the device that it has to work on is in use
+    try_library()  # in the worker too, where the device that it has to work on is in use
     if request.saved is not None:
         return _saved(request.saved)
     if not config.formats:

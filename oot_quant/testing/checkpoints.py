@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ Store = Callable[[str, torch.Tensor], Stored]
 
 def llama_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     """All weights of the model in float32, by name; the same for the same seed."""
+    return {name: weight.clone() for name, weight in _llama_weights(seed).items()}
+
+
+@cache
+def _llama_weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:

@@ -59,6 +59,7 @@ def test_a_damaged_file_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+@pytest.mark.slow
 def test_the_default_model_has_the_same_bytes_on_every_machine(tmp_path: Path) -> None:
     out = tmp_path / "model"
     smollm2.build(out, lambda *_: None)

@@ -16,7 +16,7 @@ RIVAL = EntryPoint("bnb", "vllm_bnb_plugin:register", rivals.VLLM_PLUGIN_GROUP)
 @pytest.fixture
 def installed(monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    return lambda *points: monkeypatch.setattr(rivals, "entry_points", lambda group: points)
+    return lambda *points: monkeypatch.setattr(rivals, "plugins", lambda: points)
 
 
 def test_alone_we_serve(installed):
