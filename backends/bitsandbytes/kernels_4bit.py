@@ -150,9 +150,9 @@ def recognize(packed: Packed, dtype: torch.dtype) -> Kernel:
     quant_type = _quant_type(packed.quant_map)
     if not has_packed_cpu() or quant_type is None:
         raise UnsupportedFormat(
-            "the saved state was prepared for a processor with AVX-512 BF16",
-            needed="such a processor, or a state that was saved on this one",
-            fix="load the original checkpoint and save its sharded state here",
+            "the weights were prepared for a processor with AVX-512 BF16",
+            needed="such a processor, or weights that were prepared on this one",
+            fix="load the original checkpoint here, and save or cache it anew",
         )
     return PackedCpu(quant_type, packed.shape[1] // packed.absmax.shape[0])
 

@@ -41,6 +41,9 @@ class FourBitLinearMethod(QuantizedLinearMethod):
         self.kernel = choose(packed, self.dtype)
         return dict(zip(FINAL, self.kernel.prepare(packed), strict=True))
 
+    def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
+        self.kernel = recognize(Packed(*(final[name] for name in FINAL)), self.dtype)
+
     def apply(
         self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -116,9 +119,6 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
 
 class Saved4bitLinearMethod(SavedLinearMethod, FourBitLinearMethod):
     """A layer of a sharded state."""
-
-    def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
-        self.kernel = recognize(Packed(*(final[name] for name in FINAL)), self.dtype)
 
 
 class Online4bitLinearMethod(OnlineLinearMethod, FourBitLinearMethod):

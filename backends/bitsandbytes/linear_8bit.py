@@ -42,6 +42,23 @@ class EightBitLinearMethod(QuantizedLinearMethod):
         self.kernel = choose(rows, columns, self.dtype)
         return {**self.kernel.prepare(layer, weight), "weight_scb": scb}
 
+    def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
+        scb, columns = final["weight_scb"], self.shape.rank_columns
+        self.kernel = choose(len(scb), columns, self.dtype)
+        # A kernel of vLLM finds out what it needs while it prepares a weight; any will do.
+        zeros = torch.zeros(len(scb), columns, dtype=torch.int8, device=scb.device)
+        example = self.kernel.prepare(layer, zeros)
+        needed = {name: (value.shape, value.dtype) for name, value in example.items()}
+        found = {name: (final[name].shape, final[name].dtype) for name in needed if name in final}
+        if found != needed:
+            raise UnsupportedFormat(
+                "the weights were prepared for another kind of device",
+                where=layer.prefix,
+                found=str(found),
+                needed=str(needed),
+                fix="load the original checkpoint here, and save or cache it anew",
+            )
+
     def apply(
         self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -77,22 +94,6 @@ class Stored8bitLinearMethod(StoredLinearMethod, EightBitLinearMethod):
 
 class Saved8bitLinearMethod(SavedLinearMethod, EightBitLinearMethod):
     """A layer of a sharded state."""
-
-    def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
-        rows, columns = final["weight_scb"].shape[0], self.shape.rank_columns
-        self.kernel = choose(rows, columns, self.dtype)
-        # A kernel of vLLM finds out what it needs while it prepares a weight; any will do.
-        example = self.kernel.prepare(layer, torch.zeros(rows, columns, dtype=torch.int8))
-        needed = {name: (value.shape, value.dtype) for name, value in example.items()}
-        found = {name: (final[name].shape, final[name].dtype) for name in needed if name in final}
-        if found != needed:
-            raise UnsupportedFormat(
-                "the saved state was prepared for another kind of device",
-                where=layer.prefix,
-                found=str(found),
-                needed=str(needed),
-                fix="load the original checkpoint and save its sharded state here",
-            )
 
 
 class Online8bitLinearMethod(OnlineLinearMethod, EightBitLinearMethod):

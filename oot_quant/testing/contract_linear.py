@@ -104,6 +104,28 @@ class LinearContract:
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
 
+    def test_finished_weights_serve_another_engine(self, loader: Loader) -> None:
+        """A weight cache (load format ``ipc_cache``) puts finished parameters into new layers.
+
+        Troubleshooting: what ``finish`` leaves on the method itself, ``adopt`` has to find again.
+        """
+        utils = pytest.importorskip("vllm.model_executor.utils")
+        if not hasattr(utils, "weights_already_processed"):
+            pytest.skip("this vLLM has no weight cache; 0.30 brought it")
+        stored = [loader.store(name, m) for name, m in MERGED.matrices().items()]
+        with tensor_parallel():
+            layer = loader.loaded(MERGED, stored)
+            with torch.device("meta"):
+                other = MERGED.build(config_for(loader.method, loader.folder / MERGED.name))
+            for name, value in layer.named_parameters():
+                other.register_parameter(name, value)
+            with utils.weights_already_processed():
+                process(other)
+        assert dict(other.named_parameters()).keys() == dict(layer.named_parameters()).keys()
+        x = activations(3, 256, dtype=torch.float32)
+        found, expected = (part.quant_method.apply(part, x) for part in (other, layer))
+        assert torch.equal(found, expected)
+
     def test_apply_compiles_as_one_graph(self, loader: Loader) -> None:
         """torch.compile traces ``apply`` without a break, as CUDA graphs need it.
 

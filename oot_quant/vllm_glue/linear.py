@@ -31,6 +31,14 @@ from oot_quant.vllm_glue.params import (
     shard_members,
 )
 
+try:
+    from vllm.model_executor.utils import is_weights_pre_processed
+except ImportError:  # before vLLM 0.30, which brought the weight cache
+
+    def is_weights_pre_processed() -> bool:
+        return False
+
+
 if TYPE_CHECKING:
     from oot_quant.checkpoint import StoredTensor
 
@@ -57,6 +65,7 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     shape: LayerShape
     dtype: torch.dtype
+    supports_pre_processed_weights = True
 
     def create_weights(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -76,10 +85,9 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if getattr(layer, PROCESSED, False):
             return
-        final = self.finish(layer)
-        for name, _ in list(layer.named_parameters(recurse=False)):
-            if name.startswith("weight"):
-                delattr(layer, name)
+        final = self.shared(layer) if is_weights_pre_processed() else self.finish(layer)
+        for name in loaded_names(layer):
+            delattr(layer, name)
         for name, value in final.items():
             layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
         setattr(layer, PROCESSED, True)
@@ -91,6 +99,22 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def finish(self, layer: LinearBase) -> Parameters:
         """The parameters that computing needs, from what loading filled."""
         raise NotImplementedError
+
+    def adopt(self, layer: LinearBase, final: Parameters) -> None:
+        """Get ready to compute with final parameters that another engine made.
+
+        To be overridden where computing needs more than the parameters themselves.
+        """
+
+    def shared(self, layer: LinearBase) -> Parameters:
+        """The final parameters that a weight cache put in place (load format ``ipc_cache``).
+
+        What only loading needs has stayed without data.
+        """
+        parameters = {name: getattr(layer, name).data for name in loaded_names(layer)}
+        final = {name: data for name, data in parameters.items() if not data.is_meta}
+        self.adopt(layer, final)
+        return final
 
     def dequantize(self, layer: torch.nn.Module) -> torch.Tensor:
         """A weight on this rank, [rows, columns] in ``dtype``, from its final parameters."""
@@ -108,6 +132,12 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         for name, value in self.finish(layer).items():
             finished.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
         return self.dequantize(finished)
+
+
+def loaded_names(layer: torch.nn.Module) -> list[str]:
+    """Names of a layer's parameters that make up its weight."""
+    names = [name for name, _ in layer.named_parameters(recurse=False)]
+    return [name for name in names if name.startswith("weight")]
 
 
 class StoredLinearMethod(QuantizedLinearMethod):
@@ -161,10 +191,6 @@ class SavedLinearMethod(QuantizedLinearMethod):
         final = {name: getattr(layer, name).data for name in self.tensors}
         self.adopt(layer, final)
         return final
-
-    def adopt(self, layer: LinearBase, final: Parameters) -> None:
-        """Get ready to compute with parameters that need no more work."""
-        raise NotImplementedError
 
 
 class OnlineLinearMethod(QuantizedLinearMethod):
