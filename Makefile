@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 MODEL ?=
+MATRIX ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 # mypy and import-linter do not see through an editable install, so they read the three rooms
@@ -11,7 +12,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 ROOMS := build/rooms
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu lint docs clean
+.PHONY: help setup demo test test-fast test-gpu test-matrix lint docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,6 +32,9 @@ test-fast: setup  ## the quick tests: no engine, no GPU; under a minute
 
 test-gpu: setup  ## the tests that need a GPU
 	@$(BIN)/pytest tests/gpu
+
+test-matrix:  ## engine tests on every supported vLLM and bitsandbytes; MATRIX="--vllm 0.28.0" for one
+	@$(PYTHON) -m tools.matrix $(MATRIX)
 
 lint: setup  ## code style, types, import layers, generated docs
 	@echo "lint: ruff" && $(BIN)/ruff check . && $(BIN)/ruff format --check .

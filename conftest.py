@@ -1,4 +1,4 @@
-"""Which tests start an engine or need a GPU, told by their folder.
+"""Which tests start an engine or need a GPU, told by their folder; what a vLLM does not have.
 
 Tests that start an engine run one after the other, on one worker of pytest-xdist: each keeps
 all cores busy.
@@ -10,6 +10,9 @@ import os
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
+
+from oot_quant.vllm_glue.compat import installed_version
 
 ENGINE_SECONDS = 600
 # A thread that waits without spinning: another worker may need its core.
@@ -34,3 +37,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
+    if marker := item.get_closest_marker("needs_vllm"):
+        leave_out_on_an_older_vllm(*marker.args)
+
+
+def leave_out_on_an_older_vllm(version: str, what: str) -> None:
+    """tools/matrix.py tells this reason, by its beginning, from any other."""
+    found = installed_version()
+    if found and Version(found).release[:2] < Version(version).release[:2]:
+        pytest.skip(f"not in vLLM {found}: {what}, {version} or newer")

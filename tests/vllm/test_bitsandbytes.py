@@ -49,6 +49,12 @@ def test_a_stored_checkpoint_needs_no_flags_and_agrees_with_transformers(shelf, 
     check_against_oracle(run, folder, "float32")
 
 
+def test_a_stored_8_bit_checkpoint_needs_no_flags(shelf):
+    folder = shelf.quantized(shelf.llama(), "int8")
+    run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32")
+    check_against_oracle(run, folder, "float32")
+
+
 def test_weights_that_are_fused_on_disk_agree_with_transformers(shelf):
     folder = shelf.quantized(shelf.family("phi3"), nested=True)
     run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32")
@@ -70,14 +76,18 @@ def test_pytorch_files_are_read_like_safetensors(shelf, tmp_path):
     check_against_oracle(run, folder, "float32")
 
 
-def test_in_flight_equals_the_stored_checkpoint(shelf):
+@pytest.mark.parametrize("kind", ["fp4", "int8"])
+def test_in_flight_equals_the_stored_checkpoint(shelf, kind):
     """Same weights, so same log probabilities, also where options choose another format."""
-    section = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}
+    section = {
+        "fp4": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+        "int8": {"load_in_8bit": True},
+    }[kind]
     run = run_engine(
         shelf.llama(), prompts=PROMPTS, texts=[TEXT], dtype="float32",
         quantization="bitsandbytes", hf_overrides={"quantization_config": section},
     )  # fmt: skip
-    folder = shelf.quantized(shelf.llama(), "fp4", nested=True)
+    folder = shelf.quantized(shelf.llama(), kind, nested=kind == "fp4")
     check_against_oracle(run, folder, "float32")
 
 

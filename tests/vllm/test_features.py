@@ -85,9 +85,10 @@ def test_an_fp8_cache_serves_quantized_weights_like_any(shelf: ModelShelf):
     assert runs[0].tokens == runs[1].tokens
 
 
+@pytest.mark.needs_vllm("0.32", "online quantization of weights that are quantized already")
 @pytest.mark.parametrize("kind", ["nf4-double", "int8"])
 def test_stored_weights_can_be_quantized_anew_to_fp8(shelf: ModelShelf, kind: str):
-    """vLLM 0.32's online quantization on top of a checkpoint, against plain weights."""
+    """vLLM's online quantization on top of a checkpoint, against plain weights."""
     name, _, nested = kind.partition("-")
     quantized = shelf.quantized(shelf.llama(), name, nested=bool(nested))
     fp8 = {"linear": {"weight": "fp8_per_channel_static"}}
