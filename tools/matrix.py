@@ -70,7 +70,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "stored weights anew in fp8": (
         "test_features.py::test_stored_weights_can_be_quantized_anew_to_fp8[nf4-double]",
     ),
-    "models that embed": ("test_pooling.py::test_embeddings[bert-0-nf4]",),
+    "models that embed": ("test_pooling.py::test_embeddings[nf4-bert-0]",),
 }
 REFUSAL = "test_versions.py::test_an_older_library_is_refused_with_the_command_that_upgrades_it"
 
