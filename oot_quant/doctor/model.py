@@ -39,8 +39,12 @@ def config(_: Facts, checkpoint: Any) -> Outcome:
         detail = "Their headers cannot be read without loading them, so less is checked."
         return Outcome(Status.INFO, summary, detail, data=data)
     summary = f"{architectures[0]}, {dtype or 'no dtype'}, {len(checkpoint.tensors)} tensors"
+    strays = ", ".join(checkpoint.strays)
+    if any(name.startswith("consolidated") for name in checkpoint.strays):
+        detail = f"vLLM's default load format prefers {strays} to the files of the index."
+        fix = Fix("start with --load-format safetensors.")
+        return Outcome(Status.WARN, summary, detail, fix, data)
     if checkpoint.strays:
-        strays = ", ".join(checkpoint.strays)
         return Outcome(
             Status.INFO, summary, f"Not read, since not in the index: {strays}.", None, data
         )

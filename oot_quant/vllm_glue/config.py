@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -28,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from oot_quant.checkpoint import Checkpoint, StoredTensor, read_checkpoint
-from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
+from oot_quant.errors import CheckpointIncomplete, CheckpointSurplus, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
 from oot_quant.vllm_glue.names import (
@@ -76,6 +77,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.quantizes_head = False
         self.is_tied = False
         self.stored_modules: set[str] = set()
+        self._consolidated: list[str] = []
         self._saved: dict[str, dict[str, StoredTensor]] | None = None
         self._seen: dict[str, set[bool]] = {}
         self._unresolved: dict[str, str] = {}
@@ -135,6 +137,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             self.formats = dict(found)
             self.prequantized = bool(found)
             self.stored_modules = set(_modules(checkpoint.tensors))
+            strays = checkpoint.strays
+            self._consolidated = [name for name in strays if name.startswith("consolidated")]
         self.check(checkpoint)
         if hf_config is not None:
             # vLLM keys its compile cache by the model's config, not by what this class
@@ -162,6 +166,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer; None leaves what is not ours to vLLM."""
+        self._check_layout()
         prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
             if prefix.rpartition(".")[2] in SCORE_HEADS and not self._is_quantized_head(prefix):
@@ -233,6 +238,19 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _is_quantized_head(self, prefix: str) -> bool:
         return prefix in self.formats or self.is_saved or self.quantizes_head
+
+    def _check_layout(self) -> None:
+        """Raise if vLLM is going to read another file than those with the quantized tensors."""
+        config = get_current_vllm_config_or_none()
+        chosen = config.load_config.load_format if config else None
+        if self._consolidated and self.formats and chosen == "auto":
+            raise CheckpointSurplus(
+                "the checkpoint has a second copy of its weights, and vLLM would read that one",
+                where=", ".join(self._consolidated),
+                found="the load format 'auto', which prefers files of this name",
+                needed="the quantized weights, which are in other files",
+                fix="--load-format safetensors",
+            )
 
     def _check_stored(self, layer: LinearBase, prefix: str) -> None:
         """Raise if a layer has no stored weight although it, or its namesakes, must have one."""

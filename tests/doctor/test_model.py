@@ -187,3 +187,11 @@ def test_options_that_the_tensors_contradict_are_a_failure(examine, model, nf4):
     assert outcome.status == Status.FAIL
     assert "stored as 'nf4', config says 'fp4'" in outcome.data["found"]
     assert not verdict.loads
+
+
+def test_a_consolidated_copy_is_a_warning_with_its_way_out(examine, model, tmp_path):
+    name = model({"a.weight": ("BF16", (64, 64))})
+    (tmp_path / name / "consolidated.safetensors").write_bytes(b"x")
+    results, _ = examine(name)
+    assert results["model.config"].status.value == "warn"
+    assert "--load-format safetensors" in results["model.config"].fix.text

@@ -67,12 +67,17 @@ def test_a_quantized_output_head_is_used(shelf):
     check_against_oracle(run, folder, "float32")
 
 
-def test_pytorch_files_are_read_like_safetensors(shelf, tmp_path):
+@pytest.mark.parametrize(
+    ("load_format", "name"), [("auto", "pytorch_model.bin"), ("pt", "model.pt")]
+)
+def test_pytorch_files_are_read_like_safetensors(shelf, tmp_path, load_format, name):
     folder = shelf.quantized(shelf.llama(), "fp4", nested=True)
     pickled = shutil.copytree(folder, tmp_path / "pickled")
-    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / name)
     (pickled / "model.safetensors").unlink()
-    run = run_engine(pickled, prompts=PROMPTS, texts=[TEXT], dtype="float32")
+    run = run_engine(
+        pickled, prompts=PROMPTS, texts=[TEXT], dtype="float32", load_format=load_format
+    )
     check_against_oracle(run, folder, "float32")
 
 
