@@ -17,13 +17,11 @@ BITS_PER_WEIGHT = {"nf4": 4.5, "fp4": 4.5}
 """Once loaded, by format: 4 bits and a float32 scale for each 64 weights."""
 WEIGHT = re.compile(r"\.weight(\.|$)")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-NOT_LINEAR = frozenset(
+EMBEDDINGS = frozenset(
     {
         "embed_in",
-        "embed_out",
         "embed_positions",
         "embed_tokens",
-        "lm_head",
         "position_embeddings",
         "shared",
         "tok_embeddings",
@@ -32,7 +30,9 @@ NOT_LINEAR = frozenset(
         "wte",
     }
 )
-"""Last names of modules with a matrix that is no linear layer: nobody quantizes them in flight."""
+"""Last names of modules whose matrix is a table; it is never quantized."""
+HEADS = frozenset({"embed_out", "lm_head"})
+"""Last names of output heads. They may be stored quantized, but stay as they are in flight."""
 FULL_PRECISION = {"F32": 2, "F64": 4}
 """Times by which vLLM shrinks what is stored wider than the 16 bits that it computes in."""
 
@@ -67,7 +67,7 @@ def is_linear(tensor: StoredTensor) -> bool:
     if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
         return False
     name = module_of(tensor.name)
-    return name.rpartition(".")[2] not in NOT_LINEAR and not is_expert(name)
+    return name.rpartition(".")[2] not in EMBEDDINGS | HEADS and not is_expert(name)
 
 
 def weights(

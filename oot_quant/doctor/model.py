@@ -11,7 +11,7 @@ from oot_quant.doctor.inventory import (
     probe_checkpoint,
     probe_inventory,
 )
-from oot_quant.memory import NOT_LINEAR
+from oot_quant.memory import EMBEDDINGS
 from oot_quant.types import Check, Facts, Fix, Outcome, Status
 
 GROUP = "model"
@@ -105,13 +105,13 @@ def _not_ours(inventory: Inventory, data: dict[str, Any]) -> Outcome:
 def supported(facts: Facts, seen: Any) -> Outcome:
     inventory: Inventory = seen
     architectures = inventory.checkpoint.config.get("architectures") or []
-    head = [name for name in inventory.summaries if last_name(name) in NOT_LINEAR]
-    if head:
+    tables = [name for name in inventory.summaries if last_name(name) in EMBEDDINGS]
+    if tables:
         return Outcome(
             Status.FAIL,
-            f"{head[0]} is quantized; embeddings and output heads must not be",
+            f"{tables[0]} is quantized; input embeddings must not be",
             fix=Fix("use a checkpoint of this model that skips it."),
-            data={"modules": head},
+            data={"modules": tables},
         )
     if inventory.registry is None:
         return Outcome(Status.SKIP, "whether vLLM knows the model: no vLLM found to look in")

@@ -119,10 +119,16 @@ def test_a_config_that_claims_stored_weights_without_any_will_not_load(examine, 
     assert not verdict.loads
 
 
-def test_a_quantized_output_head_will_not_load(examine, model, nf4):
-    results, verdict = examine(model(nf4("lm_head", 64, 64), quantization_config=BNB))
-    assert results["model.supported"].data == {"modules": ["lm_head"]}
+def test_a_quantized_input_embedding_will_not_load(examine, model, nf4):
+    stored = nf4("model.embed_tokens", 64, 64)
+    results, verdict = examine(model(stored, quantization_config=BNB))
+    assert results["model.supported"].data == {"modules": ["model.embed_tokens"]}
     assert not verdict.loads
+
+
+def test_a_quantized_output_head_loads(examine, model, nf4):
+    _, verdict = examine(model(nf4("lm_head", 64, 64), quantization_config=BNB))
+    assert verdict.loads
 
 
 def test_an_architecture_that_vllm_does_not_list_is_a_warning(examine, model):
