@@ -69,11 +69,21 @@ def stored_group(parent: str, parts: Sequence[str], stored: AbstractSet[str]) ->
 def other_root(name: str, stored: AbstractSet[str]) -> tuple[str, str] | None:
     """How the stored names begin, and how vLLM's do, if nothing is stored under vLLM's root.
 
-    Base models are saved without the ``model.`` that vLLM adds when it embeds with them.
+    Base models are saved without the ``model.`` that vLLM adds when it embeds with them. Where a
+    layer's own name is not stored, the module around it tells: BERT's first layer is a merged
+    and misspelt one (see ``stored_group``), which vLLM 0.28 to 0.31 do not rename.
     """
-    rest = name.split(".")
-    if any(module.startswith(f"{rest[0]}.") for module in stored):
+    if any(module.startswith(f"{name.partition('.')[0]}.") for module in stored):
         return None
+    parent = name.rpartition(".")[0]
+    around = {module.rpartition(".")[0] for module in stored}
+    ends_with_number = parent.rpartition(".")[2].isdigit()
+    return _root(name, stored) or (None if ends_with_number else _root(parent, around))
+
+
+def _root(name: str, stored: AbstractSet[str]) -> tuple[str, str] | None:
+    """How the only stored name with the same numbered end begins, and how this one does."""
+    rest = name.split(".")
     while _is_numbered(".".join(rest)) and not rest[0].isdigit():
         tail = ".".join(rest)
         matches = [module for module in stored if f".{module}".endswith(f".{tail}")]

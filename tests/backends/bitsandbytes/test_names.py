@@ -110,6 +110,10 @@ def test_two_groups_of_the_same_names_are_no_answer():
         ("model.layers.0.mlp.fc1", {"a.layers.0.mlp.fc1", "b.layers.0.mlp.fc1"}, None),
         ("model.layers.0.mlp.fc1", {"layers.1.mlp.fc1", "x.fc1"}, None),
         ("model.score", {"score"}, None),
+        ("model.layer.0.output.qkv", {"layer.0.output.dense", "layer.0.self.q"}, ("", "model.")),
+        ("model.layer.0.output.qkv", {"layer.0.self.q"}, None),
+        ("model.layer.0.qkv", {"a.layer.0.dense"}, None),
+        ("model.layer.0.x.qkv", {"a.layer.0.x.q", "b.layer.0.x.q"}, None),
     ],
 )
 def test_names_that_begin_otherwise(name, stored, roots):
