@@ -213,7 +213,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not hasattr(layer, "prefix"):
-            layer.prefix = prefix  # type: ignore[assignment] # heads of vLLM 0.28 do not keep it
+            layer.prefix = prefix  # type: ignore[assignment] # heads up to vLLM 0.30 do not keep it
         saved = None if self._saved is None else self._saved.get(prefix, {})
         request = LinearRequest(self, layer, prefix, self.members(prefix), saved)
         method: QuantizeMethodBase | None = backends().call(
@@ -325,7 +325,7 @@ def _keyed(names: Iterable[str]) -> Iterable[tuple[str, None]]:
 
 def _renamed(mapper: WeightsMapper, items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
     """Module names as the mapper would rename their weight; those that it drops are left out."""
-    # vLLM 0.28 to 0.31 call it _map_name.
+    # vLLM 0.28 to 0.30 call it _map_name.
     rename = getattr(mapper, "map_name", None) or mapper._map_name  # noqa: SLF001
     for name, value in items:
         new = rename(f"{name}.weight")

@@ -36,7 +36,7 @@ def accept_stored_names(layer: LinearBase, mapper: WeightsMapper) -> None:
 def stacked_members(prefix: str) -> tuple[str, ...]:
     """Names of the matrices that a layer merges, by its model's table of stacked weights.
 
-    That table is what loading goes by, from vLLM 0.32 on. Empty if it does not name the layer.
+    That table is what vLLM loads by. Empty if it does not name the layer.
     """
     mapper = getattr(_model_class(), "hf_to_vllm_mapper", None)
     stacked = getattr(mapper, "orig_to_new_stacked", {})
@@ -116,7 +116,7 @@ def _is_numbered(module: str) -> bool:
 
 
 def _load_parameters(layer: LinearBase, weights: NamedTensors) -> Iterator[str]:
-    """Give tensors to the parameters of the same names: for vLLM 0.28 to 0.31."""
+    """Give tensors to the parameters of the same names; only vLLM's merged layers do."""
     for name, tensor in weights:
         parameter = getattr(layer, name)
         parameter.weight_loader(parameter, tensor)
