@@ -32,6 +32,13 @@ from oot_quant.checkpoint import Checkpoint, StoredTensor, read_checkpoint
 from oot_quant.errors import CheckpointIncomplete, CheckpointSurplus, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
+from oot_quant.vllm_glue.architectures import (
+    Limit,
+    architectures_of,
+    limits_of,
+    refuse_packed,
+    stays_plain,
+)
 from oot_quant.vllm_glue.names import (
     accept_stored_names,
     model_class_name,
@@ -76,6 +83,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.prequantized = bool(options)
         self.quantizes_head = False
         self.is_tied = False
+        self.limits: tuple[Limit, ...] = ()
         self.stored_modules: set[str] = set()
         self._consolidated: list[str] = []
         self._saved: dict[str, dict[str, StoredTensor]] | None = None
@@ -139,6 +147,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             self.stored_modules = set(_modules(checkpoint.tensors))
             strays = checkpoint.strays
             self._consolidated = [name for name in strays if name.startswith("consolidated")]
+        self._learn_limits(hf_config, checkpoint)
         self.check(checkpoint)
         if hf_config is not None:
             # vLLM keys its compile cache by the model's config, not by what this class
@@ -159,10 +168,9 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         tied = {f"{HEAD}{suffix}": None for suffix in suffixes} if self.is_tied else {}
         return WeightsMapper(orig_to_new_suffix=suffixes, orig_to_new_prefix=tied)
 
-    if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
-        # vLLM 0.28 and 0.29 merge only the KV-cache mapper into the stream of weights.
-        def get_cache_scale_mapper(self) -> WeightsMapper:
-            return QuantizationConfig.get_cache_scale_mapper() | self.get_checkpoint_weight_mapper()
+    def get_cache_scale_mapper(self) -> WeightsMapper:
+        """Ours too: vLLM 0.28 and 0.29, and some drafts, ask for this mapper only."""
+        return QuantizationConfig.get_cache_scale_mapper() | self.get_checkpoint_weight_mapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer; None leaves what is not ours to vLLM."""
@@ -172,6 +180,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             if prefix.rpartition(".")[2] in SCORE_HEADS and not self._is_quantized_head(prefix):
                 return UnquantizedLinearMethod()
             self._check_stored(layer, prefix)
+            if self._stays_plain(prefix):
+                return UnquantizedLinearMethod()
             return self._linear_method(layer, prefix) or UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             return self._head_method(layer, prefix)
@@ -238,6 +248,26 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _is_quantized_head(self, prefix: str) -> bool:
         return prefix in self.formats or self.is_saved or self.quantizes_head
+
+    def _learn_limits(self, hf_config: Any, checkpoint: Checkpoint | None) -> None:
+        """Know what the model's class does to weights; raise if packed ones do not survive it."""
+        stored = checkpoint.config if checkpoint else {}
+        config = hf_config.to_dict() if hasattr(hf_config, "to_dict") else stored
+        architectures = architectures_of(config)
+        self.limits = limits_of(architectures)
+        refuse_packed(architectures, self.formats)
+
+    def _stays_plain(self, prefix: str) -> bool:
+        """Whether the model's class needs a layer's weight itself, so it is left in 16 bit."""
+        in_flight = not (self.prequantized or self.is_saved)
+        plain = in_flight and stays_plain(self.limits, (prefix, *self.members(prefix)))
+        if plain:
+            logger.warning_once(
+                "%s: %s stays unquantized, since vLLM's model class uses its weight itself.",
+                self.method,
+                re.sub(r"\d+", "*", prefix),
+            )
+        return plain
 
     def _check_layout(self) -> None:
         """Raise if vLLM is going to read another file than those with the quantized tensors."""
