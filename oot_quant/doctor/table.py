@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from oot_quant.doctor import environment, fit, model, plugins, stored, trial
+from oot_quant.doctor import architecture, environment, fit, model, plugins, stored, trial
 from oot_quant.manager import BackendManager, BackendRecord
 from oot_quant.types import Check, DoctorRequest, Facts, Outcome
 
 CORE = (*environment.CHECKS, *plugins.CHECKS)
-MODEL = (*model.CHECKS, *stored.CHECKS, *fit.CHECKS)
+MODEL = (*model.CHECKS, *architecture.CHECKS, *stored.CHECKS, *fit.CHECKS)
 
 
 def checks_for(request: DoctorRequest, manager: BackendManager) -> list[Check]:

@@ -201,3 +201,40 @@ def test_a_consolidated_copy_is_a_warning_with_its_way_out(examine, model, tmp_p
     results, _ = examine(name)
     assert results["model.config"].status.value == "warn"
     assert "--load-format safetensors" in results["model.config"].fix.text
+
+
+Q_PROJ = "language_model.model.layers.0.self_attn.q_proj"
+
+
+def test_a_model_class_that_reorders_what_is_packed_is_named(examine, model, nf4):
+    name = model(nf4(Q_PROJ, 64, 64), quantization_config=BNB, architectures=["Llama4ForCausalLM"])
+    results, verdict = examine(name)
+    found = results["model.architecture"]
+    assert found.status == Status.FAIL
+    assert "Llama4ForCausalLM" in found.summary
+    assert found.data["where"] == Q_PROJ
+    assert "reorders or cuts weights" in found.detail
+    assert not verdict.loads
+
+
+def test_what_such_a_class_does_not_touch_loads(examine, model, nf4):
+    name = model(
+        nf4(DOWN.format(0), 64, 64), quantization_config=BNB, architectures=["Llama4ForCausalLM"]
+    )
+    results, _ = examine(name)
+    assert results["model.architecture"].status == Status.OK
+
+
+def test_layers_that_stay_plain_in_flight_are_named(examine, model):
+    name = model({"a.weight": ("BF16", (64, 64))}, architectures=["IsaacForConditionalGeneration"])
+    results, verdict = examine(name, "bitsandbytes")
+    assert results["model.architecture"].data["kept"] == ["linear_fc1", "vision_embedding"]
+    assert verdict.loads
+
+
+def test_in_flight_nothing_is_said_of_classes_that_only_loading_packed_weights_fails(
+    examine, model
+):
+    name = model({"a.weight": ("BF16", (64, 64))}, architectures=["ModernBertModel"])
+    results, _ = examine(name, "bitsandbytes")
+    assert results["model.architecture"].status == Status.OK
