@@ -47,14 +47,17 @@ def _cell(group: ROW | None) -> str:
 
 
 def _not_there(rows: list[ROW]) -> Iterable[str]:
-    reasons = {
-        reason: None
-        for row in rows
-        for group in row["groups"].values()
-        for reason in group["not_there"].values()
-    }
-    if reasons:
-        yield "Left out:\n\n" + "\n".join(f"* {reason}." for reason in reasons)
+    lacking: dict[str, list[str]] = {}
+    for row in rows:
+        for group in row["groups"].values():
+            for reason in group["not_there"].values():
+                what = reason.partition(": ")[2]
+                lacking.setdefault(what, []).append(row["vllm"])
+    if lacking:
+        lines = [
+            f"* vLLM {', '.join(dict.fromkeys(where))}: {what}." for what, where in lacking.items()
+        ]
+        yield "Not in this vLLM:\n\n" + "\n".join(lines)
 
 
 def _failed(rows: list[ROW]) -> Iterable[str]:

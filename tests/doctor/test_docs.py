@@ -13,7 +13,7 @@ from oot_quant.hookspecs import all_hooks
 from oot_quant_backends.bitsandbytes import library
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("checks.md", "cli.md", "errors.md", "hooks.md")
+PAGES = ("checks.md", "cli.md", "errors.md", "hooks.md", "vllm-versions.md")
 
 
 def page(name):
