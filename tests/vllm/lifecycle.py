@@ -1,11 +1,12 @@
 """What can happen to a served model's weights: lost and reloaded, pushed anew, saved.
 
 Run as a script by ``test_lifecycle``, with a request as JSON on standard input; it prints the
-greedy tokens after each step.
+greedy tokens after each step, or just what the parameters hold.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -28,12 +29,30 @@ def zero(worker: Any) -> None:
         parameter.data.zero_()
 
 
+def digests(worker: Any) -> dict[str, str]:
+    """What every parameter of a process holds, by name."""
+    import torch
+
+    return {
+        name: hashlib.sha256(value.detach().flatten().view(torch.uint8).numpy()).hexdigest()
+        for name, value in worker.model_runner.model.named_parameters()
+    }
+
+
 def main() -> None:
-    from safetensors.torch import load_file
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     request = json.load(sys.stdin)
     llm = LLM(**request["arguments"])
+    asks_digests = request.get("digests")
+    result = {"digests": llm.collective_rpc(digests)} if asks_digests else live(llm, request)
+    sys.stdout.write("\n" + MARK + json.dumps(result) + "\n")
+
+
+def live(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The steps that a request asks for."""
+    from safetensors.torch import load_file
+    from vllm import SamplingParams
 
     def tokens() -> list[list[int]]:
         params = SamplingParams(temperature=0, detokenize=False, max_tokens=12, ignore_eos=True)
@@ -68,7 +87,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - what is refused is what is tested
             result["refused"] = str(error)
         result["still"] = tokens()
-    sys.stdout.write("\n" + MARK + json.dumps(result) + "\n")
+    return result
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PROMPTS = [[1, 5, 9, 33], [7, 8, 200, 4, 4, 100, 31]]
 ROOT = Path(__file__).parents[2]
 RELOADS = 20
+STAGES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
+"""What an engine on the CPU needs for two stages, and to be asked for its parameters."""
 GROWTH = 16 * 2**20
 """Bytes by which memory may differ between the fifth and the last reload."""
 
@@ -41,6 +47,7 @@ def live(model: Path, arguments: dict[str, Any], **steps: Any) -> dict[str, Any]
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **(STAGES if arguments.get("pipeline_parallel_size") else {}),
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.lifecycle"],
@@ -99,6 +106,15 @@ def test_packed_bytes_without_a_state_are_refused_and_the_old_weights_serve_on(s
     assert "packed bytes without a quant state" in found["refused"]
     assert "model.layers.0." in found["refused"]
     assert found["still"] == found["loaded"]
+
+
+def test_two_pipeline_stages_hold_the_parameters_of_one(shelf):
+    """Loading only: vLLM itself does not generate over stages on the CPU."""
+    model = shelf.quantized(shelf.llama(), nested=True)
+    (whole,) = live(model, {}, digests=True)["digests"]
+    first, last = live(model, {"pipeline_parallel_size": 2}, digests=True)["digests"]
+    assert not first.keys() & last.keys()
+    assert {**first, **last} == whole
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
