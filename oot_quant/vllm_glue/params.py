@@ -28,6 +28,8 @@ from oot_quant.vllm_glue.reload import keep_old_weights
 
 ShardId = int | str | tuple[int, ...] | None
 MEMBER_OF_SHARD = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
+REPLICATED = {"KimiK3MergedQKVGateLinear": (0, 1), "Qwen4ExpQSAQKVIndexerLinear": (3,)}
+"""Members that every rank holds whole, by the class of a layer that does not say so itself."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +163,18 @@ def stored_rows(layer: LinearBase, shard_id: ShardId) -> int:
             "k": key_value * layer.head_size,
             "v": key_value * layer.v_head_size,
         }
-        if shard_id in sizes:
-            return sizes[shard_id]
+        if hasattr(layer, "index_head_size"):  # MiniMax-M3: an indexer's matrices as well
+            sizes["index_q"] = layer.total_num_index_heads * layer.index_head_size
+            sizes["index_k"] = layer.index_head_size
         if shard_id is None:
             return sum(sizes.values())
+        if shard_id in sizes:
+            return sizes[shard_id]
     # An output head is padded; what is stored is the vocabulary.
     whole = getattr(layer, "org_vocab_size", None) or layer.output_size
-    sizes_of_members: list[int] = getattr(layer, "output_sizes", [whole])
-    return sum(sizes_of_members[index] for index in shard_members(shard_id, len(sizes_of_members)))
+    members: list[int] = getattr(layer, "output_sizes", [whole])
+    indices = shard_members(shard_id, len(members))
+    return sum(members[index] // _copies(layer, index) for index in indices)
 
 
 def shard_members(shard_id: ShardId, count: int) -> Sequence[int]:
@@ -178,6 +184,17 @@ def shard_members(shard_id: ShardId, count: int) -> Sequence[int]:
     if isinstance(shard_id, tuple):
         return shard_id
     return (MEMBER_OF_SHARD[shard_id] if isinstance(shard_id, str) else shard_id,)
+
+
+def _copies(layer: LinearBase, member: int) -> int:
+    """How many times a layer counts the rows of a matrix that several ranks hold alike."""
+    replicated = {*REPLICATED.get(type(layer).__name__, ())}
+    replicated |= {*getattr(layer, "replicated_shard_ids", ())}
+    replicated.add(getattr(layer, "replicated_shard_id", None))
+    if member in replicated:
+        return layer.tp_size
+    is_key_or_value = type(layer).__name__ == "Qwen4ExpQSAQKVIndexerLinear" and member in {1, 2}
+    return layer.num_kv_head_replicas if is_key_or_value else 1
 
 
 def _matrix_loader(
