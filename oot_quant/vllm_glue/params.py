@@ -186,15 +186,17 @@ def shard_members(shard_id: ShardId, count: int) -> Sequence[int]:
     return (MEMBER_OF_SHARD[shard_id] if isinstance(shard_id, str) else shard_id,)
 
 
-def _copies(layer: LinearBase, member: int) -> int:
+def _copies(layer: Any, member: int) -> int:
     """How many times a layer counts the rows of a matrix that several ranks hold alike."""
-    replicated = {*REPLICATED.get(type(layer).__name__, ())}
-    replicated |= {*getattr(layer, "replicated_shard_ids", ())}
-    replicated.add(getattr(layer, "replicated_shard_id", None))
-    if member in replicated:
-        return layer.tp_size
+    whole = {
+        getattr(layer, "replicated_shard_id", None),
+        *getattr(layer, "replicated_shard_ids", ()),
+        *REPLICATED.get(type(layer).__name__, ()),
+    }
+    if member in whole:
+        return int(layer.tp_size)
     is_key_or_value = type(layer).__name__ == "Qwen4ExpQSAQKVIndexerLinear" and member in {1, 2}
-    return layer.num_kv_head_replicas if is_key_or_value else 1
+    return int(layer.num_kv_head_replicas) if is_key_or_value else 1
 
 
 def _matrix_loader(
