@@ -31,6 +31,7 @@ class Run:
 
     ``tokens`` are the greedy continuations, ``logprobs`` those of each scored text's tokens but
     the first, ``pooled`` the vectors of a pooling model; ``log`` is all that was printed.
+    A text about an image is the last of the scored ones, ``expanded`` as the engine saw it.
     """
 
     code: int
@@ -38,6 +39,7 @@ class Run:
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
     pooled: list[list[float]] = field(default_factory=list)
+    expanded: list[int] = field(default_factory=list)
 
 
 def run_engine(
@@ -48,13 +50,15 @@ def run_engine(
     max_tokens: int = 16,
     lora: Path | None = None,
     choices: Sequence[str] = (),
+    image: tuple[Path, Sequence[int]] | None = None,
     env: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Run:
     """Start an engine, continue ``prompts`` greedily and score ``texts`` (both token ids).
 
     lora: an adapter's folder, used for the prompts. choices: what the continuations have to be
-    one of; the model then needs its tokenizer.
+    one of; the model then needs its tokenizer. image: a picture, and a text about it to be
+    scored.
     arguments: for ``vllm.LLM``; eager and with a small context unless they say otherwise. With
     ``runner="pooling"``, prompts are embedded or classified instead.
     """
@@ -64,6 +68,7 @@ def run_engine(
         "max_tokens": max_tokens,
         "lora": str(lora) if lora else None,
         "choices": list(choices),
+        "image": (str(image[0]), image[1]) if image else None,
         "arguments": {
             "model": str(model),
             "enforce_eager": True,
@@ -95,7 +100,7 @@ class Worker:
         }
         self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - lives as long as the worker
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-m", "tests.vllm.engine"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -150,6 +155,9 @@ def serve(request: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from tests.vllm import image_text
+
+    image_text.prepare(Path(request["arguments"]["model"]))
     llm = None
     try:
         llm = LLM(**request["arguments"])
@@ -165,6 +173,7 @@ def serve(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    from PIL import Image
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
@@ -174,20 +183,27 @@ def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     if request["choices"]:
         limits = {"structured_outputs": StructuredOutputsParams(choice=request["choices"])}
 
-    def ask(inputs: list[list[int]], **options: Any) -> list[Any]:
+    def ask(inputs: list[Any], **options: Any) -> list[Any]:
         params = SamplingParams(temperature=0, detokenize=False, **options)
-        prompts = [{"prompt_token_ids": ids} for ids in inputs]
-        return llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+        return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
 
-    tokens, logprobs = [], []
+    texts = [{"prompt_token_ids": ids} for ids in request["texts"]]
+    if request["image"]:
+        file, ids = request["image"]
+        texts.append({"prompt_token_ids": ids, "multi_modal_data": {"image": Image.open(file)}})
+    tokens: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    expanded: list[int] = []
     if request["prompts"]:
-        outputs = ask(request["prompts"], max_tokens=request["max_tokens"], **limits)
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+        outputs = ask(prompts, max_tokens=request["max_tokens"], **limits)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    for ids in request["texts"]:
-        entries = ask([ids], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs[1:]
-        scored = zip(ids[1:], entries, strict=True)
+    for text in texts:
+        (output,) = ask([text], max_tokens=1, prompt_logprobs=0)
+        expanded = list(output.prompt_token_ids)
+        scored = zip(expanded[1:], output.prompt_logprobs[1:], strict=True)
         logprobs.append([entry[token].logprob for token, entry in scored])
-    return {"tokens": tokens, "logprobs": logprobs}
+    return {"tokens": tokens, "logprobs": logprobs, "expanded": expanded}
 
 
 def _pool(llm: Any, request: Mapping[str, Any]) -> list[list[float]]:

@@ -64,8 +64,9 @@ class Oracle:
         return Continuation(ids[len(prompt) :], leads)
 
     @torch.inference_mode()
-    def logprobs(self, ids: Sequence[int]) -> list[float]:
-        scores = self.model(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
+    def logprobs(self, ids: Sequence[int], **inputs: torch.Tensor) -> list[float]:
+        """inputs: what else the model sees, an image for one."""
+        scores = self.model(torch.tensor([list(ids)]), **inputs).logits[0, :-1].log_softmax(-1)
         picked = scores.gather(1, torch.tensor(list(ids[1:])).unsqueeze(1))
         return [float(value) for value in picked.flatten()]
 
