@@ -10,9 +10,8 @@ import os
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
-from oot_quant.vllm_glue.compat import installed_version
+from oot_quant.vllm_glue.compat import installed_version, is_before
 
 ENGINE_SECONDS = 600
 # A thread that waits without spinning: another worker may need its core.
@@ -44,5 +43,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def leave_out_on_an_older_vllm(version: str, what: str) -> None:
     """tools/matrix.py tells this reason, by its beginning, from any other."""
     found = installed_version()
-    if found and Version(found).release[:2] < Version(version).release[:2]:
+    if found and is_before(found, version):
         pytest.skip(f"not in vLLM {found}: {what}, {version} or newer")

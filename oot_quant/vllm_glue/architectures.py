@@ -1,7 +1,8 @@
 """What vLLM's model classes do to stored weights that packed ones do not survive.
 
 Found by walking vLLM's sources (tests/vllm_glue/test_architectures.py), and true of the newest
-tested release. Imports nothing of vLLM, so that the doctor can read it.
+tested release; ``FORMER`` is about older ones. Imports nothing of vLLM, so that the doctor can
+read it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from oot_quant.errors import UnsupportedFormat
+from oot_quant.vllm_glue import compat
 
 
 class Reason(str, Enum):
@@ -51,14 +53,14 @@ def architectures_of(config: Mapping[str, Any]) -> list[str]:
 
 def limits_of(architectures: Iterable[str]) -> tuple[Limit, ...]:
     """The limits of a model of these architectures."""
-    return tuple(limit for name in architectures for limit in LIMITS.get(name, ()))
+    return tuple(limit for name in architectures for limit in _limits_of_one(name))
 
 
 def refuse_packed(architectures: Iterable[str], modules: Iterable[str]) -> None:
     """Raise UnsupportedFormat if a checkpoint's quantized modules cannot be loaded."""
     stored = list(modules)
     for architecture in architectures:
-        for limit in LIMITS.get(architecture, ()):
+        for limit in _limits_of_one(architecture):
             concerned = [module for module in stored if limit.concerns(module)]
             if concerned:
                 raise UnsupportedFormat(
@@ -69,6 +71,15 @@ def refuse_packed(architectures: Iterable[str], modules: Iterable[str]) -> None:
                     needed="16-bit weights, at least of these modules",
                     fix="use the model's 16-bit checkpoint; it can be quantized while it loads",
                 )
+
+
+def _limits_of_one(architecture: str) -> tuple[Limit, ...]:
+    limits = LIMITS.get(architecture, ())
+    without, former = FORMER.get(architecture, ("0", ()))
+    installed = compat.installed_version()
+    if installed and compat.is_before(installed, without):
+        return (*limits, *former)
+    return limits
 
 
 def stays_plain(limits: Iterable[Limit], names: Iterable[str]) -> bool:
@@ -164,3 +175,9 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
     "VoxtralRealtimeGeneration": (AUDIO,),
 }
 """The limits of each architecture, by the name that config.json gives it."""
+
+FORMER: Mapping[str, tuple[str, tuple[Limit, ...]]] = {
+    # From 0.32 on, vLLM serves it through transformers.
+    "GPTNeoXForCausalLM": ("0.32", (Limit(Reason.REORDERS, ("query_key_value",)),)),
+}
+"""Limits of classes in older releases of vLLM, with the first release that is without them."""

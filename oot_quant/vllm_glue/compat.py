@@ -18,16 +18,32 @@ def verdict(version: str) -> str:
     Only major and minor count: patch releases of the newest tested one are taken for tested,
     pre-releases of the oldest one have what it has.
     """
+    if is_before(version, OLDEST):
+        return "older"
+    return "supported" if is_before(version, NEWEST_TESTED) or _is_newest(version) else "newer"
+
+
+def is_before(version: str, release: str) -> bool:
+    """Whether a version of vLLM is older than a release, by major and minor.
+
+    A build from source that numbers itself is taken for newer than all.
+    """
+    found = _major_minor(version)
+    return found is not None and found < Version(release).release[:2]
+
+
+def _is_newest(version: str) -> bool:
+    return _major_minor(version) == Version(NEWEST_TESTED).release[:2]
+
+
+def _major_minor(version: str) -> tuple[int, ...] | None:
     try:
         found = Version(version)
     except InvalidVersion:
-        return "newer"  # a build from source that numbers itself
+        return None
     if found.is_devrelease and found.release[:2] == (0, 1):
-        return "newer"  # what a build from source without the repository's tags calls itself
-    if found.release[:2] < Version(OLDEST).release[:2]:
-        return "older"
-    newer = found.release[:2] > Version(NEWEST_TESTED).release[:2]
-    return "newer" if newer else "supported"
+        return None  # what a build from source without the repository's tags calls itself
+    return found.release[:2]
 
 
 def installed_version() -> str | None:

