@@ -22,6 +22,7 @@ from oot_quant.types import (
 )
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.linear import LinearMethodBase
 
     from oot_quant.checkpoint import Checkpoint
@@ -92,7 +93,7 @@ def oot_quant_linear_method(request: LinearRequest) -> LinearMethodBase | None:
 
 
 @hookimpl
-def oot_quant_moe_method(request: MoeRequest) -> None:
-    from .fused_moe import refuse_packed_experts
+def oot_quant_moe_method(request: MoeRequest) -> FusedMoEMethodBase | None:
+    from .fused_moe import moe_method
 
-    refuse_packed_experts(request)
+    return moe_method(request)

@@ -142,15 +142,27 @@ def skip_list(_: Facts, seen: Any) -> Outcome:
 
 def experts(_: Facts, seen: Any) -> Outcome:
     packed = [name for name in _quantized(seen) if is_expert(name)] if _is_ours(seen) else []
-    if packed:
+    if not packed:
+        return Outcome(Status.OK, "no routed experts are stored quantized")
+    layers = {name.partition(".experts.")[0] for name in packed}
+    dense = [
+        module_of(tensor.name)
+        for tensor in seen.checkpoint.tensors.values()
+        if tensor.name.endswith(".weight")
+        and tensor.name.partition(".experts.")[0] in layers
+        and is_expert(tensor.name)
+        and module_of(tensor.name) not in _quantized(seen)
+    ]
+    if dense:
         return Outcome(
             Status.FAIL,
-            f"{len(packed)} experts' matrices are stored quantized, which is not supported yet",
-            f"The first is {packed[0]}.",
-            Fix("use a checkpoint of this model whose experts are not quantized."),
-            {"modules": len(packed), "first": packed[0]},
+            f"{len(dense)} experts' matrices are unquantized beside others that are not",
+            f"The first is {dense[0]}.",
+            Fix("use a checkpoint that treats all experts of a layer alike."),
+            {"modules": len(dense), "first": dense[0]},
         )
-    return Outcome(Status.OK, "no routed experts are stored quantized")
+    summary = f"{len(packed)} experts' matrices are stored quantized, in whole layers"
+    return Outcome(Status.OK, summary, data={"modules": len(packed)})
 
 
 def fused(_: Facts, seen: Any) -> Outcome:
@@ -241,7 +253,9 @@ CHECKS = (
     ),
     Check(f"{PREFIX}.options", GROUP, "config.json agrees with the stored tensors", options, MODEL),
     Check(f"{PREFIX}.skip-list", GROUP, "its list of modules to skip agrees too", skip_list, MODEL),
-    Check(f"{PREFIX}.experts", GROUP, "routed experts are not stored quantized", experts, MODEL),
+    Check(
+        f"{PREFIX}.experts", GROUP, "experts of one layer are stored alike", experts, MODEL
+    ),
     Check(f"{PREFIX}.fused", GROUP, "matrices that vLLM merges are stored alike", fused, MODEL),
     Check(
         f"{PREFIX}.trial",

@@ -1,27 +1,31 @@
-"""Routed experts. Packed experts are refused by name; others stay as they are stored."""
+"""Routed experts: the two linear methods that they are made of."""
 
 from __future__ import annotations
 
-from oot_quant.errors import UnsupportedFormat
-from oot_quant.types import MoeRequest
-from oot_quant.vllm_glue.config import logger
+from typing import TYPE_CHECKING
+
+from oot_quant.vllm_glue.experts import ExpertsMethod, experts_method
+
+from .config import BitsAndBytesConfig
+from .linear import in_flight, linear_method
+
+if TYPE_CHECKING:
+    from oot_quant.types import LinearRequest, MoeRequest
+    from oot_quant.vllm_glue.linear import QuantizedLinearMethod
 
 
-def refuse_packed_experts(request: MoeRequest) -> None:
-    """Let 16-bit experts be, and say so once if the rest is quantized in flight.
+def moe_method(request: MoeRequest) -> ExpertsMethod | None:
+    """The method for a layer of experts; None leaves them in 16 bit.
 
-    Raises UnsupportedFormat if the checkpoint holds packed weights inside this layer.
+    transformers 5 leaves them so, even in a checkpoint that it calls 4-bit.
     """
-    # vLLM 0.32 puts a module between the layer and its experts' names.
-    inside = request.prefix.removesuffix(".routed_experts") + "."
-    packed = [name for name in request.config.formats if name.startswith(inside)]
-    if packed:
-        raise UnsupportedFormat(
-            "quantized experts are not supported yet",
-            where=packed[0],
-            found=f"{len(packed)} quantized expert weights in {inside.removesuffix('.')}",
-            needed="experts in 16 bit",
-            fix="use a checkpoint of this model whose experts are not quantized",
-        )
-    if not request.config.prequantized:
-        logger.warning_once("bitsandbytes: routed experts stay in 16 bit, the rest is quantized.")
+    return experts_method(request, _linear_method)
+
+
+def _linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
+    config = request.config
+    assert isinstance(config, BitsAndBytesConfig)
+    method = linear_method(request)
+    if method is None and config.formats and config.wanted.experts:
+        return in_flight(config.wanted)
+    return method

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from oot_quant.types import LinearRequest
     from oot_quant.vllm_glue.linear import QuantizedLinearMethod
 
+    from .options import Options
+
+
+LONGEST = 500
+"""Characters of a list of matrices in a message; a layer of experts has hundreds."""
+
 
 def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
     """The method for a layer; None leaves it unquantized.
@@ -42,7 +48,7 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
         return _saved(request.saved)
     if not config.formats:
         return None if _is_skipped(config, request) else _by_options(config)
-    stored = {name: config.formats.get(name) for name in config.stored_names(request.prefix)}
+    stored = {name: config.formats.get(name) for name in request.members}
     formats = [form for form in stored.values() if isinstance(form, (FourBit, EightBit))]
     if not formats:
         return None
@@ -50,7 +56,7 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
         raise UnsupportedFormat(
             "the matrices of one fused layer are stored in different formats",
             where=request.prefix,
-            found="; ".join(f"{name}: {label(form)}" for name, form in stored.items()),
+            found="; ".join(f"{name}: {label(form)}" for name, form in stored.items())[:LONGEST],
             needed="all of them in the same format",
             fix="use a checkpoint that treats them alike, or a 16-bit one",
         )
@@ -60,11 +66,15 @@ def linear_method(request: LinearRequest) -> QuantizedLinearMethod | None:
 def _by_options(config: BitsAndBytesConfig) -> QuantizedLinearMethod:
     """In flight; or as the config says, where headers cannot be read (PyTorch files, dummy)."""
     wanted = config.wanted
+    if not config.prequantized:
+        return in_flight(wanted)
     if wanted.bits == 8:
-        return _stored(EightBit()) if config.prequantized else Online8bitLinearMethod()
-    if config.prequantized:
-        return _stored(FourBit(wanted.quant_type, wanted.blocksize, wanted.nested))
-    return Online4bitLinearMethod(wanted)
+        return _stored(EightBit())
+    return _stored(FourBit(wanted.quant_type, wanted.blocksize, wanted.nested))
+
+
+def in_flight(wanted: Options) -> QuantizedLinearMethod:
+    return Online8bitLinearMethod() if wanted.bits == 8 else Online4bitLinearMethod(wanted)
 
 
 def _stored(format: FourBit | EightBit) -> QuantizedLinearMethod:

@@ -1,7 +1,7 @@
 """What a user, or a checkpoint's config.json, may ask of bitsandbytes. No torch, no vLLM.
 
 The names are those of transformers' ``BitsAndBytesConfig``, plus ``bnb_4bit_blocksize`` and
-``quantize_lm_head``.
+``quantize_lm_head`` and ``quantize_experts``.
 docs/options.md explains each.
 """
 
@@ -23,6 +23,7 @@ FLAGS = (
     "_load_in_8bit",
     "bnb_4bit_use_double_quant",
     "quantize_lm_head",
+    "quantize_experts",
     "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight",
 )
@@ -58,6 +59,7 @@ class Options:
     blocksize: int = 64
     nested: bool = False
     head: bool = False
+    experts: bool = False
     skip: tuple[str, ...] = ()
     given: frozenset[str] = field(default=frozenset())
     unknown: tuple[str, ...] = ()
@@ -96,6 +98,7 @@ def parse(section: Mapping[str, Any]) -> Options:
         blocksize=blocksize,
         nested=bool(section.get("bnb_4bit_use_double_quant")),
         head=bool(section.get("quantize_lm_head")),
+        experts=bool(section.get("quantize_experts")),
         skip=tuple(skip or ()),
         given=frozenset(name for name, value in section.items() if value is not None),
         unknown=tuple(sorted(set(section) - set(KNOWN))),

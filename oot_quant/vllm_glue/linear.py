@@ -7,7 +7,7 @@ saving, reloading and computing know one form only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +85,7 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if getattr(layer, PROCESSED, False):
             return
-        final = self.shared(layer) if is_weights_pre_processed() else self.finish(layer)
+        final = self.shared(layer) if comes_finished() else self.finish(layer)
         for name in loaded_names(layer):
             delattr(layer, name)
         for name, value in final.items():
@@ -134,6 +134,11 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return self.dequantize(finished)
 
 
+def comes_finished() -> bool:
+    """Whether a weight cache gives this engine parameters that another one has finished."""
+    return bool(is_weights_pre_processed())
+
+
 def loaded_names(layer: torch.nn.Module) -> list[str]:
     """Names of a layer's parameters that make up its weight."""
     names = [name for name, _ in layer.named_parameters(recurse=False)]
@@ -154,9 +159,14 @@ class StoredLinearMethod(QuantizedLinearMethod):
         config = get_current_vllm_config_or_none()
         self.is_dummy = config is not None and config.load_config.load_format == "dummy"
 
-    def prepare(self, layer: LinearBase) -> None:
+    def find_rules(self) -> Sequence[ParameterRule]:
+        """The parameters that a layer of this shape needs."""
         request = ShardRequest(self.method, self.format, self.shape.columns)
         self.rules = backends().call(self.method, "oot_quant_shard_rule", request=request)
+        return self.rules
+
+    def prepare(self, layer: LinearBase) -> None:
+        self.find_rules()
         create_parameters(layer, self.rules, self.shape, self.decoders())
 
     def finish(self, layer: LinearBase) -> Parameters:
@@ -182,9 +192,13 @@ class SavedLinearMethod(QuantizedLinearMethod):
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = {name: t for name, t in tensors.items() if name != "bias"}
 
-    def prepare(self, layer: LinearBase) -> None:
+    def empty_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A place for each saved tensor."""
         for name, tensor in self.tensors.items():
-            data = torch.empty(tensor.shape, dtype=TORCH_DTYPE[tensor.dtype])
+            yield name, torch.empty(tensor.shape, dtype=TORCH_DTYPE[tensor.dtype])
+
+    def prepare(self, layer: LinearBase) -> None:
+        for name, data in self.empty_parameters():
             layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
 
     def finish(self, layer: LinearBase) -> Parameters:

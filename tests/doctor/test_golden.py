@@ -107,9 +107,10 @@ def too_old(report_of, model, nf4, **_):
     return report_of(DoctorRequest(tiny), seen={"backend__bitsandbytes__version": error})
 
 
-def moe_in_8_bit(report_of, model, **_):
+def experts_half_quantized(report_of, model, **_):
     expert = "model.layers.0.mlp.experts.0.down_proj.weight"
     tensors = {expert: ("I8", (64, 64)), expert.replace(".weight", ".SCB"): ("F32", (64,))}
+    tensors[expert.replace("0.down", "1.down")] = ("BF16", (64, 64))
     name = model(
         tensors, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}
     )
@@ -134,7 +135,7 @@ SCENARIOS = (
     broken_backend,
     duplicate_method,
     too_old,
-    moe_in_8_bit,
+    experts_half_quantized,
     tensor_parallel,
     crash,
 )

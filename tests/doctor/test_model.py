@@ -72,10 +72,20 @@ def test_experts_that_stayed_16_bit_are_told_with_their_bytes(examine, model, nf
     assert verdict.loads
 
 
-def test_experts_that_are_packed_will_not_load(examine, model, nf4):
+def test_experts_that_are_packed_load(examine, model, nf4):
     tensors = nf4("model.layers.0.mlp.experts.0.down_proj", 64, 64)
     results, verdict = examine(model(tensors, quantization_config=BNB))
-    assert results["backend.bitsandbytes.experts"].status.value == "fail"
+    assert results["backend.bitsandbytes.experts"].data == {"modules": 1}
+    assert verdict.loads
+
+
+def test_a_dense_expert_among_packed_ones_is_named(examine, model, nf4):
+    tensors = nf4("model.layers.0.mlp.experts.0.down_proj", 64, 64)
+    tensors["model.layers.0.mlp.experts.1.down_proj.weight"] = ("BF16", (64, 64))
+    results, verdict = examine(model(tensors, quantization_config=BNB))
+    found = results["backend.bitsandbytes.experts"]
+    assert found.status.value == "fail"
+    assert "experts.1.down_proj" in found.detail
     assert not verdict.loads
 
 

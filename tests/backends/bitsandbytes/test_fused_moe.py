@@ -1,40 +1,258 @@
-"""Routed experts: left alone in 16 bit, refused by name when packed."""
+"""Layers of routed experts against each expert packed and unpacked by bitsandbytes itself."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 
-from oot_quant.errors import UnsupportedFormat
-from oot_quant.types import MoeRequest
-from oot_quant_backends.bitsandbytes.formats import FourBit
-from oot_quant_backends.bitsandbytes.fused_moe import refuse_packed_experts
+from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
+from oot_quant.testing.experts import build_experts, load_experts
+from oot_quant.testing.layers import config_for
+from tests.backends.bitsandbytes.stored import (
+    SECTION,
+    pack,
+    pack_8bit,
+    random_matrix,
+    write_checkpoint,
+)
+
+PREFIX = "model.layers.0.mlp.experts"
+SIZES = COUNT, HIDDEN, INNER = 4, 128, 192
+"""Inner parts of 48 on four ranks: no whole block of 64."""
+EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+KINDS: dict[str, Any] = {
+    "nf4": pack,
+    "nf4-double": partial(pack, nested=True),
+    "fp4": partial(pack, quant_type="fp4"),
+    "int8": pack_8bit,
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+Weights = dict[str, torch.Tensor]
 
 
-def request(*modules: str) -> MoeRequest:
-    config = SimpleNamespace(formats={name: FourBit("nf4", 64, False) for name in modules},
-                             prequantized=bool(modules))  # fmt: skip
-    return MoeRequest(config, None, "model.layers.0.mlp.experts")
+def matrices() -> Weights:
+    """Each expert's gate, up and down, by module."""
+    shapes = {
+        "gate_proj": (INNER, HIDDEN),
+        "up_proj": (INNER, HIDDEN),
+        "down_proj": (HIDDEN, INNER),
+    }
+    return {
+        f"{PREFIX}.{expert}.{name}": random_matrix(*shape, seed=10 * expert + number)
+        for expert in range(COUNT)
+        for number, (name, shape) in enumerate(shapes.items())
+    }
 
 
-def test_experts_in_16_bit_stay_as_they_are():
-    assert refuse_packed_experts(request("model.layers.0.self_attn.q_proj")) is None
+def stored(kind: str) -> tuple[Weights, Weights]:
+    """The tensors of a checkpoint, and every matrix unpacked."""
+    tensors: Weights = {}
+    unpacked: Weights = {}
+    for name, matrix in matrices().items():
+        parts, unpacked[name] = KINDS[kind](name, matrix)
+        tensors |= parts
+    return tensors, unpacked
 
 
-def test_packed_experts_are_refused_by_name():
-    with pytest.raises(UnsupportedFormat) as caught:
-        refuse_packed_experts(request("model.layers.0.mlp.experts.3.up_proj"))
-    assert "where: model.layers.0.mlp.experts.3.up_proj" in str(caught.value)
+def serve(
+    folder: Path, kind: str, tensors: Weights, options: Any = None, **arguments: Any
+) -> torch.nn.Module:
+    section = EIGHT if kind == "int8" else SECTION
+    config = config_for("bitsandbytes", write_checkpoint(folder, tensors, section), options)
+    layer = build_experts(config, PREFIX, SIZES, **arguments)
+    load_experts(layer, config, reversed(tensors.items()))
+    return layer
 
 
-def test_the_name_that_vllm_gives_the_layer_of_experts_is_seen_through():
-    packed = request("model.layers.0.mlp.experts.3.up_proj")
-    inner = MoeRequest(packed.config, None, f"{packed.prefix}.routed_experts")
-    with pytest.raises(UnsupportedFormat, match="1 quantized expert weights"):
-        refuse_packed_experts(inner)
+def in_flight(folder: Path, options: dict[str, Any], **arguments: Any) -> torch.nn.Module:
+    tensors = {f"{name}.weight": matrix for name, matrix in matrices().items()}
+    folder = write_checkpoint(folder, tensors, None)
+    config = config_for("bitsandbytes", folder, options)
+    layer = build_experts(config, PREFIX, SIZES, **arguments)
+    load_experts(layer, config, tensors.items())
+    return layer
 
 
-def test_in_flight_says_that_experts_stay_in_16_bit(caplog_vllm):
-    refuse_packed_experts(request())
-    assert "experts stay in 16 bit" in caplog_vllm.text
+def held(layer: torch.nn.Module, expert: int, local: int, weights: Weights) -> None:
+    """Check one expert of a rank bit for bit against the slices of the whole matrices."""
+    method = layer.quant_method
+    rank, ranks = method.moe.tp_rank, method.moe.tp_size
+    gate, up, down = (weights[f"{PREFIX}.{expert}.{part}_proj"] for part in ("gate", "up", "down"))
+    share = [matrix.chunk(ranks)[rank] for matrix in (gate, up)]
+    for group, expected in (("w13", torch.cat(share)), ("w2", down.chunk(ranks, dim=1)[rank])):
+        found = method.dequantize_expert(layer, group, local)
+        torch.testing.assert_close(found, expected, rtol=1e-6 * (layer.is_int8), atol=0)
+
+
+@every_kind
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_holds_its_slice_of_every_expert(tmp_path, kind, ranks):
+    tensors, unpacked = stored(kind)
+    for rank in range(ranks):
+        layer = serve(tmp_path, kind, tensors, rank=rank, ranks=ranks)
+        layer.is_int8 = kind == "int8"
+        for expert in range(COUNT):
+            held(layer, expert, expert, unpacked)
+
+
+@every_kind
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_with_expert_parallel_each_rank_holds_its_experts_whole(tmp_path, kind, ranks):
+    tensors, unpacked = stored(kind)
+    for rank in range(ranks):
+        layer = serve(tmp_path, kind, tensors, rank=rank, ranks=ranks, expert_parallel=True)
+        layer.is_int8 = kind == "int8"
+        assert layer.local_num_experts == COUNT // ranks
+        for local in range(COUNT // ranks):
+            held(layer, rank * COUNT // ranks + local, local, unpacked)
+
+
+def routing(tokens: int, seed: int = 0, experts: int = COUNT) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator).softmax(-1)
+    return scores.topk(2).values, scores.topk(2).indices
+
+
+def reference(x: torch.Tensor, weights: Weights, chosen: Any) -> torch.Tensor:
+    """What the experts make of each token, in float64, one token and expert at a time."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for token, (shares, experts) in enumerate(zip(*chosen, strict=True)):
+        for share, expert in zip(shares.tolist(), experts.tolist(), strict=True):
+            name, row = f"{PREFIX}.{expert}", x[token].double()
+            gate, up, down = (
+                weights[f"{name}.{part}_proj"].double() for part in ("gate", "up", "down")
+            )
+            out[token] += share * (down @ (functional.silu(gate @ row) * (up @ row)))
+    return out
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@every_kind
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_output_under_random_routing(tmp_path, kind, dtype, limit, tokens):
+    """With one token, at most two experts get any."""
+    tensors, unpacked = stored(kind)
+    layer = serve(tmp_path, kind, tensors, dtype=dtype)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = layer.quant_method.apply(layer, x, *routing(tokens))
+    assert found.dtype == dtype
+    assert error_of(found, reference(x, unpacked, routing(tokens))) < limit
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tensor", "expert"])
+def test_the_ranks_outputs_add_up(tmp_path, expert_parallel):
+    tensors, unpacked = stored("nf4")
+    x = torch.randn(9, HIDDEN)
+    total = torch.zeros_like(x)
+    for rank in range(4):
+        layer = serve(tmp_path, "nf4", tensors, rank=rank, ranks=4, expert_parallel=expert_parallel)
+        total += layer.quant_method.apply(layer, x, *routing(9))
+    assert error_of(total, reference(x, unpacked, routing(9))) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_flight_each_expert_is_quantized_as_bitsandbytes_would(tmp_path, ranks):
+    """In parts of rows, whose blocks are those of the whole, and of columns, whose are not."""
+    for rank in range(ranks):
+        layer = in_flight(tmp_path, {"load_in_4bit": True}, rank=rank, ranks=ranks)
+        for expert in range(COUNT):
+            gate, up, down = share_of(expert, rank, ranks)
+            expected = torch.cat([pack("x", matrix)[1] for matrix in (gate, up)])
+            assert torch.equal(layer.quant_method.dequantize_expert(layer, "w13", expert), expected)
+            _, expected = pack("x", down, blocksize=64 if ranks == 1 else 32)
+            assert torch.equal(layer.quant_method.dequantize_expert(layer, "w2", expert), expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_flight_in_8_bit_each_row_is_rounded_to_its_own_steps(tmp_path, ranks):
+    for rank in range(ranks):
+        layer = in_flight(tmp_path, {"load_in_8bit": True}, rank=rank, ranks=ranks)
+        for expert in range(COUNT):
+            gate, up, down = share_of(expert, rank, ranks)
+            for group, exact in (("w13", torch.cat([gate, up])), ("w2", down)):
+                found = layer.quant_method.dequantize_expert(layer, group, expert)
+                step = exact.abs().amax(dim=1, keepdim=True) / 127
+                assert ((found - exact).abs() <= 0.501 * step).all()
+
+
+def share_of(expert: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
+    """A rank's part of an expert's gate, up and down."""
+    values = matrices()
+    gate, up, down = (values[f"{PREFIX}.{expert}.{part}_proj"] for part in ("gate", "up", "down"))
+    down = down.chunk(ranks, dim=1)[rank].contiguous()
+    return gate.chunk(ranks)[rank], up.chunk(ranks)[rank], down
+
+
+def test_every_byte_is_written(tmp_path):
+    """Whatever the memory held before: two loads over different bytes end alike."""
+    tensors, _ = stored("nf4-double")
+    config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors))
+    results = []
+    for fill in (0, 255):
+        layer = build_experts(config, PREFIX, SIZES, rank=1, ranks=2)
+        for parameter in layer.parameters():
+            if not parameter.is_floating_point():
+                parameter.data.fill_(fill)
+        load_experts(layer, config, tensors.items())
+        results.append(dict(layer.named_parameters()))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("lost", ["gate_proj.weight.absmax", "down_proj.weight.quant_map"])
+def test_a_tensor_that_never_arrives_is_refused(tmp_path, lost):
+    tensors, _ = stored("nf4")
+    config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors))
+    layer = build_experts(config, PREFIX, SIZES)
+    rest = {name: t for name, t in tensors.items() if name != f"{PREFIX}.2.{lost}"}
+    with pytest.raises(CheckpointIncomplete, match="first 2"):
+        load_experts(layer, config, rest.items())
+
+
+def test_in_flight_a_matrix_that_never_arrives_is_refused(tmp_path):
+    tensors = {f"{name}.weight": matrix for name, matrix in matrices().items()}
+    config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors, None), {})
+    layer = build_experts(config, PREFIX, SIZES)
+    del tensors[f"{PREFIX}.2.up_proj.weight"]
+    with pytest.raises(CheckpointIncomplete, match="7 of 8 matrices"):
+        load_experts(layer, config, tensors.items())
+
+
+def test_experts_of_which_some_are_dense_are_refused_by_name(tmp_path):
+    tensors, _ = stored("nf4")
+    dense = f"{PREFIX}.1.up_proj"
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(dense)}
+    tensors[f"{dense}.weight"] = matrices()[dense]
+    config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors))
+    with pytest.raises(UnsupportedFormat, match=f"{dense}: unquantized"):
+        build_experts(config, PREFIX, SIZES)
+
+
+def test_experts_in_16_bit_stay_so_in_a_4_bit_checkpoint_unless_asked(tmp_path):
+    """transformers 5 stores them as two stacks and never quantizes them."""
+    attention, _ = pack("model.layers.0.self_attn.o_proj", random_matrix(128, 128))
+    values = matrices()
+    gate_up = [
+        torch.cat([values[f"{PREFIX}.{e}.{n}_proj"] for n in ("gate", "up")]) for e in range(COUNT)
+    ]
+    down = [values[f"{PREFIX}.{e}.down_proj"] for e in range(COUNT)]
+    tensors = attention | {
+        f"{PREFIX}.gate_up_proj": torch.stack(gate_up),
+        f"{PREFIX}.down_proj": torch.stack(down),
+    }
+    layer = serve(tmp_path / "as stored", "nf4", tensors)
+    assert isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+    layer = serve(tmp_path / "asked", "nf4", tensors, {**SECTION, "quantize_experts": True})
+    expected = torch.cat([pack("x", half)[1] for half in gate_up[2].chunk(2)])
+    assert torch.equal(layer.quant_method.dequantize_expert(layer, "w13", 2), expected)
