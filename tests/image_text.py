@@ -18,6 +18,9 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3Processor,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -25,18 +28,23 @@ from transformers import (
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from tests.families import GATED
 
 PIXELS = 28
-START, END, VIDEO, IMAGE = 507, 508, 509, 510
-NAMED = {"boi_token": START, "eoi_token": END, "video_token": VIDEO, "image_token": IMAGE}
+FIRST, START, END, VIDEO, IMAGE = 1, 507, 508, 509, 510
+NAMED = {
+    "bos_token": FIRST, "boi_token": START, "eoi_token": END,
+    "video_token": VIDEO, "image_token": IMAGE,
+}  # fmt: skip
 """Tokens that stand for something else than their number, by transformers' names of them."""
 NEWLINES = {"\n" * count: 499 + count for count in range(1, 5)}
 """vLLM's Gemma-3 surrounds images with them."""
 PROMPTS = {
     "gemma3_image_text": [1, 5, START, 7, 8, 200, 31],
     "qwen2_5_vl": [1, 5, START, IMAGE, END, 7, 8, 200, 31],
+    "paligemma": [5, 7, 8, 200, 31],
 }
 """For each family, a prompt with one image."""
 
@@ -70,8 +78,22 @@ def qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+def paligemma() -> PaliGemmaForConditionalGeneration:
+    """vLLM builds its projector, a linear layer, without quantization."""
+    tower = {
+        "hidden_size": 144, "intermediate_size": 304, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": PIXELS, "patch_size": 14, "projection_dim": 256,
+        "vision_use_head": False,
+    }  # fmt: skip
+    config = PaliGemmaConfig(
+        text_config={**GATED, "head_dim": 64, "model_type": "gemma"}, vision_config=tower,
+        image_token_index=IMAGE, projection_dim=256,
+    )  # fmt: skip
+    return PaliGemmaForConditionalGeneration(config)
+
+
 IMAGE_TEXT: dict[str, Callable[[], PreTrainedModel]] = {
-    make.__name__: make for make in (gemma3_image_text, qwen2_5_vl)
+    make.__name__: make for make in (gemma3_image_text, qwen2_5_vl, paligemma)
 }
 
 
@@ -80,6 +102,10 @@ def save_processor(name: str, folder: Path) -> None:
     if name == "gemma3_image_text":
         images = Gemma3ImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
         Gemma3Processor(images, _tokenizer(), image_seq_length=4).save_pretrained(folder)
+    elif name == "paligemma":
+        images = SiglipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
+        images.image_seq_length = 4
+        PaliGemmaProcessor(images, _tokenizer()).save_pretrained(folder)
     else:
         # Together they would need a video processor, which is there with torchvision only.
         area = PIXELS**2
@@ -100,19 +126,18 @@ def save_image(folder: Path) -> Path:
 def image_inputs(folder: Path, image: Path, ids: list[int]) -> dict[str, torch.Tensor]:
     """What transformers' model needs to see an image in a prompt, its placeholders expanded.
 
-    Gemma-3 looks in both directions within an image; vLLM's CPU backend does not, which is
-    what transformers does when no token is marked as an image's.
+    Gemma-3 looks in both directions within an image, PaliGemma within its whole prompt; vLLM's
+    CPU backend does not, which is what transformers does when no token is marked.
     """
     prepared = AutoImageProcessor.from_pretrained(folder)(Image.open(image), return_tensors="pt")
     if "image_grid_thw" not in prepared:
-        marks = torch.zeros(1, len(ids), dtype=torch.long)
-        return {"pixel_values": prepared["pixel_values"], "token_type_ids": marks}
+        return {"pixel_values": prepared["pixel_values"]}
     return {**prepared, "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).long()}
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """One word for each token."""
-    special = {name: f"<{name}>" for name in NAMED}
+    special = {name: f"<{name.removesuffix('_token')}>" for name in NAMED}
     numbers = {str(number): number for number in range(512)}
     taken = {**NEWLINES, **{special[name]: number for name, number in NAMED.items()}}
     words = {w: n for w, n in numbers.items() if n not in taken.values()} | taken

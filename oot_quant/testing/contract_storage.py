@@ -63,7 +63,7 @@ class StorageContract:
         tensors = store(MODULE, weight).tensors
         config = config_for(method, write_checkpoint(tmp_path, tensors, section=section))
         rules = self._rules(method, config.formats[MODULE], weight.shape[1])
-        mapped = dict(config.get_checkpoint_weight_mapper().apply(tensors.items()))
+        mapped = dict(config.name_mapper().apply(tensors.items()))
         assert set(mapped) <= {f"{MODULE}.{rule.name}" for rule in rules}
 
     def test_formats_name_the_quantized_modules(self, method: str, quantized_folder: Path) -> None:
@@ -132,7 +132,7 @@ class StorageContract:
         rules = self._rules(loader.method, config.formats[module], weight.shape[1])
         floating = {f"{module}.{rule.name}" for rule in rules if "float" in rule.dtype}
         for stored in whole.tensors.items():
-            if floating & set(dict(config.get_checkpoint_weight_mapper().apply([stored]))):
+            if floating & set(dict(config.name_mapper().apply([stored]))):
                 with tensor_parallel(), pytest.raises(OotQuantError) as caught:
                     loader.loaded(COLUMN, [whole], lost=stored[0])
                 assert module in str(caught.value), f"{stored[0]}: the message must name it"

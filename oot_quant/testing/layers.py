@@ -117,7 +117,7 @@ def load_stored(
     members = config.members(layer.prefix)
     shards = _shards(layer) if len(members) > 1 else (None,)
     shard_of: dict[str, Any] = {**dict(zip(members, shards, strict=True)), layer.prefix: None}
-    for name, tensor in config.get_checkpoint_weight_mapper().apply(tensors):
+    for name, tensor in config.name_mapper().apply(tensors):
         module, _, parameter_name = name.rpartition(".")
         if module in shard_of:
             target = getattr(layer, parameter_name)

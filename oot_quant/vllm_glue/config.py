@@ -48,6 +48,7 @@ from oot_quant.vllm_glue.names import (
 )
 from oot_quant.vllm_glue.pickled import with_pickled_tensors
 from oot_quant.vllm_glue.rivals import refuse_rivals
+from oot_quant.vllm_glue.unpacking import Claims, Unpacker, UnpackingMapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,6 +90,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self._saved: dict[str, dict[str, StoredTensor]] | None = None
         self._seen: dict[str, set[bool]] = {}
         self._unresolved: dict[str, str] = {}
+        self._claims = Claims({})
+        self._source: tuple[str, str | None] = ("", None)
 
     # ------------------------------------------------ what a backend overrides
 
@@ -145,6 +148,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             self.formats = dict(found)
             self.prequantized = bool(found)
             self.stored_modules = set(_modules(checkpoint.tensors))
+            self._source = model_name, revision
+            self._claims = Claims(found, checkpoint.tensors)
             strays = checkpoint.strays
             self._consolidated = [name for name in strays if name.startswith("consolidated")]
         self._learn_limits(hf_config, checkpoint)
@@ -160,8 +165,15 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.stored_modules = {
             name for name, _ in _renamed(hf_to_vllm_mapper, _keyed(self.stored_modules))
         }
+        self._claims.rename(lambda name: _new_name(hf_to_vllm_mapper, name))
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """What stored tensors are called in vLLM; unpacks those that no layer takes packed."""
+        unpacker = Unpacker(self, self._claims, self._read_formats)
+        return UnpackingMapper(unpacker=unpacker) | self.name_mapper()
+
+    def name_mapper(self) -> WeightsMapper:
+        """What stored tensors are called in vLLM."""
         rules = backends().call(self.method, "oot_quant_weight_names", method=self.method) or ()
         suffixes = {rule.stored_suffix: rule.parameter_suffix for rule in rules}
         # vLLM leaves out a tied head's weight itself, but would stumble over its statistics.
@@ -182,10 +194,11 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             self._check_stored(layer, prefix)
             if self._stays_plain(prefix):
                 return UnquantizedLinearMethod()
-            return self._linear_method(layer, prefix) or UnquantizedLinearMethod()
+            return self._claiming_method(layer, prefix) or UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             return self._head_method(layer, prefix)
         if isinstance(layer, RoutedExperts):
+            self._claims.claim_below(prefix)
             experts = MoeRequest(self, layer, prefix)
             return backends().call(self.method, "oot_quant_moe_method", request=experts)
         if isinstance(layer, VocabParallelEmbedding) and prefix in self.formats:
@@ -221,7 +234,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         options = sorted((name, repr(value)) for name, value in self.options.items())
         return hashlib.sha256(repr((self.method, stored, options)).encode()).hexdigest()
 
-    def _linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not hasattr(layer, "prefix"):
             layer.prefix = prefix  # type: ignore[assignment] # heads up to vLLM 0.30 do not keep it
         saved = None if self._saved is None else self._saved.get(prefix, {})
@@ -230,7 +243,14 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             self.method, "oot_quant_linear_method", request=request
         )
         if method is not None:
-            accept_stored_names(layer, self.get_checkpoint_weight_mapper())
+            accept_stored_names(layer, self.name_mapper())
+        return method
+
+    def _claiming_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method for a layer of the model, which takes its modules' tensors if it has one."""
+        method = self.linear_method(layer, prefix)
+        if method is not None:
+            self._claims.claim((prefix, *self.members(prefix)))
         return method
 
     def _head_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -244,7 +264,13 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
                     prefix,
                 )
             return None
-        return self._linear_method(layer, prefix) if self._is_quantized_head(prefix) else None
+        return self._claiming_method(layer, prefix) if self._is_quantized_head(prefix) else None
+
+    def _read_formats(self) -> Mapping[str, object]:
+        """The formats of the checkpoint's modules, by stored names, read once more."""
+        checkpoint = _read(*self._source)
+        found = backends().call(self.method, "oot_quant_read_formats", checkpoint=checkpoint)
+        return found or {}
 
     def _is_quantized_head(self, prefix: str) -> bool:
         return prefix in self.formats or self.is_saved or self.quantizes_head
@@ -309,6 +335,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             renamed = {n: f"{new}{n[len(old) :]}" for n in self.stored_modules if n.startswith(old)}
             self.stored_modules.update(renamed.values())
             self.formats |= {renamed[n]: self.formats[n] for n in renamed if n in self.formats}
+            self._claims.rename(renamed.get)
             return
 
     def _refuse_unnamed_members(self, layer: LinearBase, prefix: str) -> None:
@@ -355,9 +382,14 @@ def _keyed(names: Iterable[str]) -> Iterable[tuple[str, None]]:
 
 def _renamed(mapper: WeightsMapper, items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
     """Module names as the mapper would rename their weight; those that it drops are left out."""
+    for name, value in items:
+        new = _new_name(mapper, name)
+        if new is not None:
+            yield new, value
+
+
+def _new_name(mapper: WeightsMapper, module: str) -> str | None:
     # vLLM 0.28 to 0.30 call it _map_name.
     rename = getattr(mapper, "map_name", None) or mapper._map_name  # noqa: SLF001
-    for name, value in items:
-        new = rename(f"{name}.weight")
-        if new is not None:
-            yield new.removesuffix(".weight"), value
+    new: str | None = rename(f"{module}.weight")
+    return None if new is None else new.removesuffix(".weight")

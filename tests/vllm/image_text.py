@@ -19,10 +19,11 @@ from typing import Any
 
 MODULES = {
     "Gemma3ForConditionalGeneration": "gemma3_mm",
+    "PaliGemmaForConditionalGeneration": "paligemma",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3_5ForCausalLM": "qwen3_5",
 }
-"""Architectures whose modules in vLLM import torchvision."""
+"""Architectures that cannot be served without importing torchvision, and their modules in vLLM."""
 PROCESSORS = ("Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Names there of processors that will not load without one for videos."""
 STAND_IN = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")

@@ -86,5 +86,5 @@ def test_a_tied_head_is_the_embedding_and_says_so(tmp_path, caplog_vllm):
     head = build(folder, {}, tied=True)
     assert isinstance(head.quant_method, UnquantizedEmbeddingMethod)
     assert "uses its input embedding as output head" in caplog_vllm.text
-    names = dict(head.quant_config.get_checkpoint_weight_mapper().apply(tensors.items()))
+    names = dict(head.quant_config.name_mapper().apply(tensors.items()))
     assert list(names) == [f"{HEAD}.weight"]
