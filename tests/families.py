@@ -27,6 +27,8 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     StableLmConfig,
 )
@@ -135,6 +137,16 @@ def mamba2() -> Mamba2Config:
     )  # fmt: skip
 
 
+def qwen3_5() -> Qwen3_5ForCausalLM:
+    """A layer of linear attention, whose four projections vLLM merges to two, and a usual one."""
+    config = Qwen3_5TextConfig(
+        **GATED, head_dim=64, layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=64, linear_value_head_dim=64,
+        linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
+
+
 def llama_classifier() -> LlamaForSequenceClassification:
     """Three classes."""
     return LlamaForSequenceClassification(LlamaConfig(**GATED, num_labels=3))
@@ -152,3 +164,4 @@ def bert() -> BertModel:
 POOLING: dict[str, Callable[[], PreTrainedModel]] = {
     make.__name__: make for make in (llama_classifier, llama_embedder, bert)
 }
+HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {"qwen3_5": qwen3_5}

@@ -68,11 +68,13 @@ class ModelShelf:
 
     def family(self, name: str) -> Path:
         """A random model of one of the families in this folder, in bfloat16."""
-        from tests.families import FAMILIES, POOLING
+        from tests.families import FAMILIES, HYBRIDS, POOLING
+
+        text = {**FAMILIES, **HYBRIDS, **POOLING}
 
         def make(folder: Path) -> None:
-            if name in {**FAMILIES, **POOLING}:
-                _save_random({**FAMILIES, **POOLING}[name](), folder)
+            if name in text:
+                _save_random(text[name](), folder)
             else:
                 _save_image_text(name, folder)
             if name in POOLING:

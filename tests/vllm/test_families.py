@@ -7,12 +7,14 @@ load; this is where a backend has to bear with all of them.
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 from transformers.models.falcon import modeling_falcon
 
 from tests.families import FAMILIES
 from tests.vllm.engine import run_engine
-from tests.vllm.test_bitsandbytes import PROMPTS, TEXT, check_against_oracle
+from tests.vllm.oracle import Oracle, agree
+from tests.vllm.test_bitsandbytes import NEAR_TIE, PROMPTS, TEXT, check_against_oracle
 
 FUSED_ON_DISK = {"phi3", "gpt2", "gpt_neox", "falcon", "falcon_new", "falcon_heads"}
 NESTED = set(list(FAMILIES)[::2])
@@ -48,6 +50,30 @@ def test_a_family_in_flight_agrees_with_transformers(shelf, family):
         hf_overrides={"quantization_config": {"bnb_4bit_use_double_quant": nested}},
     )  # fmt: skip
     check_against_oracle(run, shelf.quantized(shelf.family(family), nested=nested), "float32")
+
+
+@pytest.mark.parametrize("kind", ["stored", "in-flight"])
+def test_a_hybrid_of_linear_and_full_attention(shelf, tmp_path, kind):
+    """vLLM computes its linear attention in bfloat16 only, on the CPU, and coarsely.
+
+    So log probabilities are compared with plain vLLM's on the unpacked weights, tokens with
+    transformers'.
+    """
+    plain = shelf.family("qwen3_5")
+    folder = shelf.quantized(plain)
+    in_flight = {"quantization": "bitsandbytes"} if kind == "in-flight" else {}
+    served = plain if in_flight else folder
+    oracle = Oracle.unpacked(folder)
+    oracle.model.save_pretrained(tmp_path / "unpacked")
+    run, reference = (
+        run_engine(model, prompts=PROMPTS, texts=[TEXT], dtype="bfloat16", **arguments)
+        for model, arguments in ((served, in_flight), (tmp_path / "unpacked", {}))
+    )
+    assert run.code == reference.code == 0, run.log[-4000:]
+    difference = torch.tensor(run.logprobs) - torch.tensor(reference.logprobs)
+    assert difference.abs().max() < NEAR_TIE["bfloat16"] / 5
+    for prompt, tokens in zip(PROMPTS, run.tokens, strict=True):
+        assert agree(tokens, oracle.continue_greedily(prompt), 2 * NEAR_TIE["bfloat16"])
 
 
 def test_gpt2_in_8_bit(shelf):
