@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.model_loader.utils import configure_quant_config
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
 from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
@@ -31,7 +32,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 class Toy(nn.Module):
     """A text layer that is built with the config, and a tower that is not."""
 
-    mapper = WeightsMapper(orig_to_new_prefix={"model.tower.": "vision.", "old.": None})
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"model.tower.": "vision.", "old.": None})
 
     def __init__(self, config):
         super().__init__()
@@ -43,7 +44,7 @@ class Toy(nn.Module):
         self.vision.out = RowParallelLinear(128, 64, bias=False, prefix="vision.out")
 
     def load_weights(self, weights):
-        renamed = self.mapper | WeightsMapper(orig_to_new_prefix={DOWN: "text"})
+        renamed = self.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix={DOWN: "text"})
         stacked = WeightsMapper(
             orig_to_new_stacked={f".{part}_proj": (".qkv_proj", part) for part in "qkv"}
         )
@@ -82,7 +83,7 @@ def kind(request):
 def build(folder, rank=0, ranks=1):
     with tensor_parallel(rank, ranks):
         config = config_for("bitsandbytes", folder)
-        config.apply_vllm_mapper(Toy.mapper.get_rename_mapper())
+        configure_quant_config(config, Toy)
         return Toy(config)
 
 
