@@ -14,7 +14,7 @@ import torch
 from oot_quant.errors import UnsupportedFormat
 
 from .formats import BLOCKSIZES, QUANT_TYPES
-from .weights import code_table, unpack
+from .weights import code_table, rows_at_once, unpack
 
 PACKED_ROWS = 32
 """bitsandbytes' packed CPU layout interleaves this many rows."""
@@ -95,18 +95,26 @@ class PackedCpu(Kernel):
     blocksize: int
 
     def prepare(self, packed: Packed) -> Packed:
+        count = rows_at_once(packed.weight, PACKED_ROWS)
+        slices = zip(packed.weight.split(count), packed.absmax.split(count), strict=True)
+        weights, scales = zip(*(self._interleave(*part) for part in slices), strict=True)
+        return Packed(torch.cat(weights), torch.cat(scales, dim=1), packed.quant_map)
+
+    def _interleave(
+        self, weight: torch.Tensor, absmax: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         import bitsandbytes.functional as bnb
 
         state = bnb.QuantState(
-            packed.absmax.reshape(-1),
-            shape=torch.Size(packed.shape),
+            absmax.reshape(-1),
+            shape=torch.Size((weight.shape[0], 2 * weight.shape[1])),
             blocksize=self.blocksize,
             quant_type=self.quant_type,
             dtype=torch.bfloat16,
         )
         convert = bnb._convert_weight_packed_for_cpu  # noqa: SLF001 - nothing public packs
-        weight, state = convert(packed.weight.reshape(-1), state)
-        return Packed(weight, state.absmax, packed.quant_map)
+        interleaved, state = convert(weight.reshape(-1), state)
+        return interleaved, state.absmax
 
     def __call__(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
         weight, absmax, quant_map = packed

@@ -102,8 +102,7 @@ class Online8bitLinearMethod(OnlineLinearMethod, EightBitLinearMethod):
     def quantize(
         self, layer: LinearBase, matrices: Sequence[torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        weight, scb = quantize_rows(torch.cat(list(matrices)))
-        return self.final(layer, weight, scb)
+        return self.final(layer, *quantize_rows(*matrices))
 
 
 def _signed(weight: torch.Tensor, site: Site) -> torch.Tensor:

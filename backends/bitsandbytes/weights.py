@@ -12,13 +12,18 @@ import torch
 
 from oot_quant.types import NameRule
 
-from .formats import QUANT_TYPES, SIDE_TENSORS, STATE
+from .formats import NESTED_BLOCKSIZE, QUANT_TYPES, SIDE_TENSORS, STATE
 
 NAME_RULES = tuple(
     [NameRule(".SCB", ".weight_scb")]
     + [NameRule(f".weight.{side}", f".weight_{side}") for side in SIDE_TENSORS]
     + [NameRule(f".weight.{STATE}{kind}", ".weight_quant_state") for kind in QUANT_TYPES]
 )
+
+SLICES = 16
+"""Into how many parts a weight is cut to convert one at a time: on the way, each of its numbers
+takes a dozen bytes. Small weights are cut into fewer."""
+SMALLEST_SLICE = 2**18
 
 
 def decode_absmax(
@@ -64,28 +69,37 @@ def quantize(
     import bitsandbytes.functional as bnb
 
     with _float32_default(), _library_stream(weight):
-        packed, state = bnb.quantize_4bit(
-            weight.contiguous(),
-            blocksize=blocksize,
-            compress_statistics=nested,
-            quant_type=quant_type,
-        )
-        absmax = state.absmax
+        parts = [
+            bnb.quantize_4bit(part, blocksize=blocksize, quant_type=quant_type)
+            for part in _slices(weight, blocksize)
+        ]
+        packed = torch.cat([part.reshape(-1) for part, _ in parts])
+        absmax, code = torch.cat([state.absmax for _, state in parts]), parts[0][1].code
         if nested:
-            absmax = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
-    return packed.reshape(-1), absmax.reshape(-1).float(), state.code.float()
+            offset = absmax.mean()
+            codes, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
+            absmax = bnb.dequantize_blockwise(codes, state) + offset
+    return packed, absmax.float(), code.float()
 
 
-def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a matrix as LLM.int8 does: round each row to 127 steps of its largest weight.
+def quantize_rows(*matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize matrices as LLM.int8 does: round each row to 127 steps of its largest weight.
 
-    weight: [rows, columns] of any float dtype. Returns [rows, columns] int8 and the largest
-    weights, [rows, 1] float32. Computed in float32, where bitsandbytes rounds to float16
-    first. Source: https://arxiv.org/abs/2208.07339, vector-wise quantization.
+    matrices: [rows, columns] of any float dtype. Returns [all rows, columns] int8 and the
+    largest weights, [all rows, 1] float32. Computed in float32, where bitsandbytes rounds to
+    float16 first. Source: https://arxiv.org/abs/2208.07339, vector-wise quantization.
     """
-    scb = weight.abs().amax(dim=1, keepdim=True).float()
-    steps = torch.where(scb > 0, 127 / scb, 0.0)
-    return (weight.float() * steps).round().to(torch.int8), scb
+    rows = [matrix.shape[0] for matrix in matrices]
+    device, columns = matrices[0].device, matrices[0].shape[1]
+    octets = torch.empty(sum(rows), columns, dtype=torch.int8, device=device)
+    largest = torch.empty(sum(rows), 1, dtype=torch.float32, device=device)
+    for places in zip(matrices, octets.split(rows), largest.split(rows), strict=True):
+        count = rows_at_once(places[0])
+        for part, out, scb in zip(*(place.split(count) for place in places), strict=True):
+            scb.copy_(part.abs().amax(dim=1, keepdim=True))
+            steps = torch.where(scb > 0, 127 / scb, 0.0)
+            out.copy_((part.float() * steps).round_())
+    return octets, largest
 
 
 def code_table(quant_type: str, device: torch.device) -> torch.Tensor:
@@ -95,6 +109,22 @@ def code_table(quant_type: str, device: torch.device) -> torch.Tensor:
     with _float32_default():
         table: torch.Tensor = bnb.get_4bit_type(quant_type, device=device)
     return table
+
+
+def rows_at_once(weight: torch.Tensor, multiple: int = 1) -> int:
+    """How many rows of a matrix to convert at a time, in multiples of so many."""
+    count = _slice_of(weight) // max(1, weight.shape[1])
+    return max(multiple, count // multiple * multiple)
+
+
+def _slices(weight: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, ...]:
+    """Whole blocks of a weight, flat, to quantize at a time."""
+    count = _slice_of(weight) // blocksize * blocksize
+    return weight.reshape(-1).split(max(blocksize, count))
+
+
+def _slice_of(weight: torch.Tensor) -> int:
+    return max(SMALLEST_SLICE, weight.numel() // SLICES)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from oot_quant.errors import CheckpointIncomplete
 from oot_quant.manager import backends
 from oot_quant.types import ParameterRule, ShardRequest
+from oot_quant.vllm_glue.host_memory import release_freed
 from oot_quant.vllm_glue.params import (
     Decoder,
     LayerShape,
@@ -91,6 +92,7 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         for name, value in final.items():
             layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
         setattr(layer, PROCESSED, True)
+        release_freed(next(layer.parameters()).device)
 
     def prepare(self, layer: LinearBase) -> None:
         """Register the parameters that loading fills."""

@@ -8,7 +8,12 @@ import torch
 
 from oot_quant_backends.bitsandbytes import kernels_4bit as kernels
 from oot_quant_backends.bitsandbytes.kernels_4bit import Gemm4bit, Kernel, Packed, PackedCpu, choose
-from oot_quant_backends.bitsandbytes.weights import code_table, quantize, unpack
+from oot_quant_backends.bitsandbytes.weights import (
+    SMALLEST_SLICE,
+    code_table,
+    quantize,
+    unpack,
+)
 from tests.backends.bitsandbytes.stored import random_matrix
 
 ROWS, COLUMNS = 64, 512
@@ -48,6 +53,19 @@ def test_long_blocks_are_shortened_on_the_cpu_without_changing_a_value():
     prepared = kernel.prepare(packed()._replace(absmax=absmax))
     assert prepared.absmax.tolist() == [[1.0] * 4 + [2.0] * 4]
     assert chosen(torch.float32, columns=4096, blocksize=4096) == kernel
+
+
+def test_the_avx512_layout_is_made_in_parts_as_the_library_makes_the_whole():
+    codes, absmax, table = quantize(random_matrix(1120, 1024), "nf4", 64, False)
+    plain = Packed(codes.view(1120, -1), absmax.view(1120, -1), table)
+    assert plain.weight.numel() > 2 * SMALLEST_SLICE
+    state = bnb.QuantState(
+        absmax, shape=torch.Size((1120, 1024)), blocksize=64, dtype=torch.bfloat16
+    )
+    whole, state = bnb._convert_weight_packed_for_cpu(codes, state)
+    moved = PackedCpu("nf4", 64).prepare(plain)
+    assert torch.equal(moved.weight, whole)
+    assert torch.equal(moved.absmax, state.absmax)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -8,9 +8,11 @@ import torch
 
 from oot_quant_backends.bitsandbytes.weights import (
     NAME_RULES,
+    SMALLEST_SLICE,
     code_table,
     decode_absmax,
     quantize,
+    quantize_rows,
 )
 
 
@@ -52,3 +54,33 @@ def test_no_stored_suffix_is_the_end_of_another():
     suffixes = [rule.stored_suffix for rule in NAME_RULES]
     clashes = [(a, b) for a in suffixes for b in suffixes if a != b and a.endswith(b)]
     assert clashes == []
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "double"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("columns", [1024, 1001])
+def test_a_weight_quantized_in_parts_is_what_the_library_makes_of_the_whole(
+    quant_type, columns, nested
+):
+    weight = torch.randn(600, columns, generator=torch.Generator().manual_seed(1))
+    assert weight.numel() > 2 * SMALLEST_SLICE
+    whole, state = bnb.quantize_4bit(weight, quant_type=quant_type, compress_statistics=nested)
+    absmax = state.absmax
+    if nested:
+        absmax = bnb.dequantize_blockwise(absmax, state.state2) + state.offset
+    octets, scales, _ = quantize(weight, quant_type, 64, nested)
+    assert torch.equal(octets, whole.flatten())
+    assert torch.equal(scales, absmax)
+
+
+def test_rows_of_several_matrices_are_rounded_by_their_own_largest_weight():
+    generator = torch.Generator().manual_seed(2)
+    matrices = [torch.randn(rows, 1024, generator=generator).bfloat16() for rows in (600, 8, 300)]
+    assert matrices[0].numel() > 2 * SMALLEST_SLICE
+    octets, largest = quantize_rows(*matrices)
+    exact = torch.cat(matrices).double()
+    needed = exact.abs().amax(dim=1, keepdim=True)
+    assert torch.equal(largest.double(), needed)
+    steps = exact / needed * 127
+    assert octets.dtype == torch.int8
+    assert float((octets.double() - steps).abs().max()) < 0.5 + 1e-4
