@@ -96,8 +96,10 @@ class PackedCpu(Kernel):
 
     def prepare(self, packed: Packed) -> Packed:
         count = rows_at_once(packed.weight, PACKED_ROWS)
-        slices = zip(packed.weight.split(count), packed.absmax.split(count), strict=True)
-        weights, scales = zip(*(self._interleave(*part) for part in slices), strict=True)
+        slices = (torch.split(tensor, count) for tensor in (packed.weight, packed.absmax))
+        weights, scales = zip(
+            *(self._interleave(*part) for part in zip(*slices, strict=True)), strict=True
+        )
         return Packed(torch.cat(weights), torch.cat(scales, dim=1), packed.quant_map)
 
     def _interleave(

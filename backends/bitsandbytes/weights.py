@@ -93,9 +93,9 @@ def quantize_rows(*matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     device, columns = matrices[0].device, matrices[0].shape[1]
     octets = torch.empty(sum(rows), columns, dtype=torch.int8, device=device)
     largest = torch.empty(sum(rows), 1, dtype=torch.float32, device=device)
-    for places in zip(matrices, octets.split(rows), largest.split(rows), strict=True):
+    for places in zip(matrices, torch.split(octets, rows), torch.split(largest, rows), strict=True):
         count = rows_at_once(places[0])
-        for part, out, scb in zip(*(place.split(count) for place in places), strict=True):
+        for part, out, scb in zip(*(torch.split(place, count) for place in places), strict=True):
             scb.copy_(part.abs().amax(dim=1, keepdim=True))
             steps = torch.where(scb > 0, 127 / scb, 0.0)
             out.copy_((part.float() * steps).round_())
@@ -120,7 +120,7 @@ def rows_at_once(weight: torch.Tensor, multiple: int = 1) -> int:
 def _slices(weight: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, ...]:
     """Whole blocks of a weight, flat, to quantize at a time."""
     count = _slice_of(weight) // blocksize * blocksize
-    return weight.reshape(-1).split(max(blocksize, count))
+    return torch.split(weight.reshape(-1), max(blocksize, count))
 
 
 def _slice_of(weight: torch.Tensor) -> int:
