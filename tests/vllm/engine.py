@@ -154,10 +154,12 @@ def serve(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run one engine in this process and leave nothing of it behind."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import ModelRegistry
 
-    from tests.vllm import image_text
+    from tests.vllm import image_text, toy
 
     image_text.prepare(Path(request["arguments"]["model"]))
+    ModelRegistry.register_model(toy.ToyForCausalLM.__name__, toy.ToyForCausalLM)
     llm = None
     try:
         llm = LLM(**request["arguments"])
