@@ -101,6 +101,40 @@ def packed_mixture(
     return shelf.get(name, lambda folder: pack(plain, folder, quant_type, nested))
 
 
+def upcycle(dense: Path, folder: Path, experts: int = 2) -> None:
+    """Make a Mixtral of a Llama: each expert is its MLP, the inner neurons in another order.
+
+    So whatever the router chooses, the model computes what it did, and real text tells.
+    """
+    generator = torch.Generator().manual_seed(0)
+    config = json.loads((dense / "config.json").read_text(encoding="utf-8"))
+    tensors = {}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        layer, is_mlp, part = name.partition(".mlp.")
+        if not is_mlp:
+            tensors[name] = tensor
+            continue
+        short = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[part.partition(".")[0]]
+        for expert in range(experts):
+            number = torch.Generator().manual_seed(expert)
+            order = torch.randperm(config["intermediate_size"], generator=number)
+            moved = tensor[:, order] if short == "w2" else tensor[order]
+            target = f"{layer}.block_sparse_moe.experts.{expert}.{short}.weight"
+            tensors[target] = moved.contiguous()
+        gate = torch.randn(experts, config["hidden_size"], generator=generator)
+        tensors[f"{layer}.block_sparse_moe.gate.weight"] = (gate * SPREAD).bfloat16()
+    config = {name: value for name, value in config.items() if not name.endswith("_bias")} | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 def pack(plain: Path, folder: Path, quant_type: str = "nf4", nested: bool = False) -> None:
     """Write a plain checkpoint anew with every matrix packed that is not DENSE."""
     folder.mkdir()

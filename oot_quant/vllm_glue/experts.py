@@ -170,8 +170,7 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             for name in part.names(layer):
                 delattr(layer, name)
             for name, value in final.items():
-                parameter = torch.nn.Parameter(value, requires_grad=False)
-                layer.register_parameter(f"{part.group}_{name}", parameter)
+                _register(layer, f"{part.group}_{name}", value, weight_loader=_leave_out)
         setattr(layer, PROCESSED, True)
 
     def dequantize_expert(self, layer: Any, group: str, index: int) -> torch.Tensor:
@@ -372,6 +371,18 @@ def _expert_loader(
         return True if return_success else None
 
     return load_expert
+
+
+def _leave_out(  # noqa: PLR0913, PLR0917 - vLLM's signature
+    param: Any,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """Load nothing: in flight, other ranks' experts still arrive when a layer is finished."""
+    return False if return_success else None
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor, site: Site) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoTokenizer
 
-from tests.mixtures import packed_mixture, plain_mixture
+from tests.mixtures import packed_mixture, plain_mixture, upcycle
 from tests.vllm.engine import run_engine
-from tests.vllm.test_bitsandbytes import PROMPTS, TEXT, check_against_oracle
+from tests.vllm.oracle import Oracle, perplexity
+from tests.vllm.test_bitsandbytes import PLAIN_TEXT, PROMPTS, TEXT, check_against_oracle
 
 IN_FLIGHT = {"quantization": "bitsandbytes"}
 STORED = [
@@ -14,7 +16,6 @@ STORED = [
     ("qwen2_moe", "fp4", True),
     ("qwen3_moe", "nf4", True),
     ("olmoe", "fp4", False),
-    ("deepseek_v2", "nf4", False),
     ("mixtral", "int8", False),
 ]
 
@@ -24,3 +25,59 @@ def test_stored_experts_agree_with_transformers(shelf, name, quant_type, nested)
     folder = packed_mixture(shelf, plain_mixture(shelf, name), quant_type, nested)
     run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32")
     check_against_oracle(run, folder, "float32")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_in_flight_agree_with_transformers(shelf, name):
+    plain = plain_mixture(shelf, name)
+    run = run_engine(plain, prompts=PROMPTS, texts=[TEXT], dtype="float32", **IN_FLIGHT)
+    check_against_oracle(run, packed_mixture(shelf, plain), "float32")
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
+def test_latent_attention_beside_experts_equals_plain_weights(shelf, stored):
+    """Against vLLM on the unpacked weights: its DeepSeek-V2 is not transformers', even plain."""
+    plain = plain_mixture(shelf, "deepseek_v2")
+    packed = packed_mixture(shelf, plain)
+    ours, theirs = (
+        run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32", **arguments)
+        for folder, arguments in (
+            (packed, {}) if stored else (plain, IN_FLIGHT),
+            (shelf.unpacked(packed), {}),
+        )
+    )
+    assert ours.code == theirs.code == 0, ours.log[-4000:]
+    assert ours.tokens == theirs.tokens
+    assert ours.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expert_parallel"), [(True, False), (False, True)], ids=["stored-tp", "online-ep"]
+)
+def test_two_ranks_agree_with_transformers(shelf, stored, expert_parallel):
+    plain = plain_mixture(shelf, "mixtral")
+    packed = packed_mixture(shelf, plain)
+    run = run_engine(
+        packed if stored else plain, prompts=PROMPTS, texts=[TEXT], dtype="float32",
+        tensor_parallel_size=2, enable_expert_parallel=expert_parallel,
+        **({} if stored else IN_FLIGHT),
+    )  # fmt: skip
+    check_against_oracle(run, packed, "float32")
+
+
+def test_compiled_experts_agree_with_transformers(shelf):
+    folder = packed_mixture(shelf, plain_mixture(shelf, "mixtral"))
+    run = run_engine(
+        folder, prompts=PROMPTS, texts=[TEXT], dtype="float32", enforce_eager=False,
+    )  # fmt: skip
+    check_against_oracle(run, folder, "float32")
+
+
+def test_perplexity_of_a_real_mixture(shelf, smol):
+    """Every expert computes the real model's MLP: gate, up and down mixed up would show."""
+    folder = packed_mixture(shelf, shelf.get("upcycled", lambda target: upcycle(smol, target)))
+    ids = AutoTokenizer.from_pretrained(smol)(PLAIN_TEXT)["input_ids"]
+    run = run_engine(folder, texts=[ids], dtype="float32")
+    assert run.code == 0, run.log[-4000:]
+    expected = perplexity(Oracle.unpacked(folder).logprobs(ids))
+    assert abs(perplexity(run.logprobs[0]) / expected - 1) < 0.0005

@@ -187,6 +187,14 @@ def test_in_flight_in_8_bit_each_row_is_rounded_to_its_own_steps(tmp_path, ranks
                 assert ((found - exact).abs() <= 0.501 * step).all()
 
 
+def test_in_flight_with_expert_parallel_other_ranks_experts_may_come_last(tmp_path):
+    for rank in range(2):
+        layer = in_flight(tmp_path, {}, rank=rank, ranks=2, expert_parallel=True)
+        gate, up, _ = share_of(2 * rank, 0, 1)
+        expected = torch.cat([pack("x", matrix)[1] for matrix in (gate, up)])
+        assert torch.equal(layer.quant_method.dequantize_expert(layer, "w13", 0), expected)
+
+
 def share_of(expert: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
     """A rank's part of an expert's gate, up and down."""
     values = matrices()
