@@ -162,6 +162,57 @@ def test_the_ranks_outputs_add_up(tmp_path, expert_parallel):
     assert error_of(total, reference(x, unpacked, routing(9))) < 1e-5
 
 
+def oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss: https://arxiv.org/abs/2508.10925, with the limit and slope of its weights."""
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_biases_and_an_activation_of_interleaved_rows(tmp_path, ranks):
+    """gpt-oss's experts, in flight: gate and up take turns; down's bias counts once."""
+    values = matrices()
+    biases = {
+        f"{name}.bias": torch.randn(len(matrix), generator=torch.Generator().manual_seed(3))
+        for name, matrix in values.items()
+    }
+    tensors = {f"{name}.weight": matrix for name, matrix in values.items()} | biases
+    folder = write_checkpoint(tmp_path, tensors, None)
+    config = config_for("bitsandbytes", folder, {})
+    x, (shares, chosen) = torch.randn(5, HIDDEN), routing(5)
+    total, expected = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.float64)
+    for rank in range(ranks):
+        layer = build_experts(
+            config, PREFIX, SIZES, rank=rank, ranks=ranks, has_bias=True, activation="swigluoai"
+        )
+        load_experts(layer, config, tensors.items())
+        total += layer.quant_method.apply(layer, x, shares, chosen)
+        for token in range(len(x)):
+            for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
+                w13, w2 = (
+                    layer.quant_method.dequantize_expert(layer, group, expert).double()
+                    for group in ("w13", "w2")
+                )
+                merged = w13 @ x[token].double() + layer.w13_bias[expert].double()
+                inner = oai(merged[::2], merged[1::2])
+                expected[token] += share * (w2 @ inner + layer.w2_bias[expert] * (rank == 0))
+    for expert in range(COUNT):
+        assert torch.equal(layer.w2_bias[expert], biases[f"{PREFIX}.{expert}.down_proj.bias"])
+    assert error_of(total, expected) < 1e-5
+
+
+def test_router_weights_may_count_before_the_experts(tmp_path):
+    """Llama 4: one expert for each token, its share multiplied into what goes in."""
+    tensors, unpacked = stored("nf4")
+    config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors))
+    layer = build_experts(config, PREFIX, SIZES, top_k=1, apply_router_weight_on_input=True)
+    load_experts(layer, config, tensors.items())
+    x, (shares, chosen) = torch.randn(5, HIDDEN), routing(5)
+    shares, chosen = shares[:, :1], chosen[:, :1]
+    one = reference(x * shares, unpacked, (torch.ones_like(shares), chosen))
+    assert error_of(layer.quant_method.apply(layer, x, shares, chosen), one) < 1e-5
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_flight_each_expert_is_quantized_as_bitsandbytes_would(tmp_path, ranks):
     """In parts of rows, whose blocks are those of the whole, and of columns, whose are not."""
