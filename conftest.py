@@ -7,6 +7,7 @@ all cores busy.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
     if marker := item.get_closest_marker("needs_vllm"):
-        leave_out_on_an_older_vllm(*marker.args)
+        version, what = marker.args
+        leave_out_if(lambda found: is_before(found, version), f"{what}, {version} or newer")
+    if marker := item.get_closest_marker("not_in_vllm"):
+        version, what = marker.args
+        leave_out_if(lambda found: found.startswith(f"{version}."), what)
 
 
-def leave_out_on_an_older_vllm(version: str, what: str) -> None:
-    """tools/matrix.py tells this reason, by its beginning, from any other."""
+def leave_out_if(lacks: Callable[[str], bool], what: str) -> None:
+    """Skip on a vLLM that lacks something; tools/matrix.py knows this reason by its beginning."""
     found = installed_version()
-    if found and is_before(found, version):
-        pytest.skip(f"not in vLLM {found}: {what}, {version} or newer")
+    if found and lacks(found):
+        pytest.skip(f"not in vLLM {found}: {what}")

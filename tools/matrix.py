@@ -261,9 +261,34 @@ def good(result: dict[str, Any]) -> bool:
     return not any(group["failed"] for group in result["groups"].values())
 
 
+def kept_results() -> list[dict[str, Any]]:
+    if not RESULTS.exists():
+        return []
+    kept: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return kept
+
+
+def renewed(result: dict[str, Any]) -> dict[str, Any] | None:
+    """The kept result of a row with the groups that were run anew, all their tests.
+
+    The date stays, since the others are as old. None if nothing is kept for these versions.
+    """
+    same = [name for name in result if name not in {"date", "minutes", "groups"}]
+    for kept in kept_results():
+        if "groups" in kept and [kept.get(name) for name in same] == [result[n] for n in same]:
+            anew = {
+                name: group
+                for name, group in result["groups"].items()
+                if group["passed"] + len(group["failed"]) + len(group["not_there"])
+                == len(GROUPS[name])
+            }
+            return {**kept, "groups": {**kept["groups"], **anew}}
+    return None
+
+
 def keep(result: dict[str, Any]) -> None:
     """Put a row into the file of results, in place of an older one."""
-    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    kept = kept_results()
 
     def key(entry: dict[str, Any]) -> list[list[int]]:
         return [[int(n) for n in entry[of].split(".")] for of in ("vllm", "bitsandbytes")]
@@ -286,7 +311,7 @@ def arguments() -> argparse.Namespace:
         default="",
         dest="expression",
         metavar="EXPR",
-        help="only tests that pytest's expression selects; writes no results",
+        help="only tests that pytest's expression selects; whole groups renew a kept result",
     )
     return parser.parse_args()
 
@@ -302,16 +327,16 @@ def main() -> int:
             print(f"matrix: error: {error}", file=sys.stderr)
             bad.append(row.name)
             continue
-        if not wish.expression:
-            keep(result)
+        to_keep = renewed(result) if wish.expression else result
+        if to_keep is not None:
+            keep(to_keep)
         say(f"{row.name}: {'good' if good(result) else 'not good'}, {result['minutes']} minutes")
         if not good(result):
             bad.append(row.name)
     if bad:
         print(f"matrix: error: not good: {', '.join(bad)}", file=sys.stderr)
         return 1
-    if not wish.expression:
-        say("results are in docs/vllm-versions.json; run: make docs")
+    say("results are in docs/vllm-versions.json; run: make docs")
     return 0
 
 

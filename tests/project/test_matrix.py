@@ -112,6 +112,23 @@ def test_a_row_takes_the_place_of_its_older_result(
     assert [(row["vllm"], row["date"]) for row in kept] == [("0.9.0", "2"), ("0.10.0", "3")]
 
 
+def test_a_part_of_a_row_renews_the_groups_that_were_run_in_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.json")
+    failed = {"passed": 0, "failed": ["test"], "not_there": {}}
+    versions = {"vllm": "0.28.0", "bitsandbytes": "0.50.0"}
+    groups = dict.fromkeys(matrix.GROUPS, failed)
+    matrix.keep({**versions, "date": "1", "minutes": 9, "groups": groups})
+    one = {"passed": 1, "failed": [], "not_there": {}}
+    result = {**versions, "date": "2", "minutes": 1, "groups": {"drafts": one, "compiled": one}}
+    found = matrix.renewed(result)
+    assert found is not None
+    assert found["groups"] == {**groups, "drafts": one}
+    assert (found["date"], found["minutes"]) == ("1", 9)
+    assert matrix.renewed({**result, "vllm": "0.29.0"}) is None
+
+
 def test_the_declared_ranges_are_those_of_the_results() -> None:
     oldest, *_, newest = matrix.VLLM
     assert (oldest, newest) == (compat.OLDEST, compat.NEWEST_TESTED)
