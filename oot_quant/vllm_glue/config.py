@@ -228,6 +228,10 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         """Whether the model comes from a sharded state, in which every layer is finished."""
         return self._saved is not None
 
+    def saved_parameters(self, prefix: str) -> Mapping[str, StoredTensor] | None:
+        """A module's finished parameters in a sharded state; None without one."""
+        return None if self._saved is None else self._saved.get(prefix, {})
+
     def fingerprint(self) -> str:
         """A digest of everything that shapes the compiled model."""
         stored = sorted((name, repr(value)) for name, value in self.formats.items())
@@ -237,8 +241,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
     def linear_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not hasattr(layer, "prefix"):
             layer.prefix = prefix  # type: ignore[assignment] # heads up to vLLM 0.30 do not keep it
-        saved = None if self._saved is None else self._saved.get(prefix, {})
-        request = LinearRequest(self, layer, prefix, self.members(prefix), saved)
+        saved = self.saved_parameters(prefix)
+        request = LinearRequest(self, layer, prefix, self.stored_names(prefix), saved)
         method: QuantizeMethodBase | None = backends().call(
             self.method, "oot_quant_linear_method", request=request
         )
