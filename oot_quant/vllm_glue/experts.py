@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.lora.utils import is_in_target_modules
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -76,6 +78,7 @@ def experts_method(request: MoeRequest, linear_method: LinearMethodOf) -> Expert
             needed="all of them, or none",
             fix="use a checkpoint that treats them alike",
         )
+    _refuse_lora(inside)
     return ExpertsMethod(request.layer.moe_config, quantized, inside)
 
 
@@ -284,6 +287,20 @@ def _finished(method: QuantizedLinearMethod, expert: Any) -> Mapping[str, torch.
     if isinstance(method, StoredLinearMethod):
         return method.decode(expert)
     return method.finish(expert)
+
+
+def _refuse_lora(where: str) -> None:
+    """Raise UnsupportedFormat if adapters may be applied to experts, which vLLM would not do."""
+    config = get_current_vllm_config_or_none()
+    lora = config.lora_config if config else None
+    if lora is not None and is_in_target_modules(where, lora.target_modules):
+        raise UnsupportedFormat(
+            "LoRA adapters on quantized experts are not supported",
+            where=where,
+            found=f"LoRA is on, for {', '.join(lora.target_modules or ['every module'])}",
+            needed="adapters for other modules only",
+            fix="--lora-target-modules q_proj k_proj v_proj o_proj",
+        )
 
 
 def _names(request: MoeRequest, inside: str) -> dict[str, tuple[str, ...]]:

@@ -6,9 +6,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.mixtures import packed_mixture, plain_mixture, upcycle
+from tests.models import dequantized_weights
 from tests.vllm.engine import run_engine
 from tests.vllm.oracle import Oracle, perplexity
 from tests.vllm.test_bitsandbytes import PLAIN_TEXT, PROMPTS, TEXT, check_against_oracle
+from tests.vllm.test_features import write_adapter
 
 IN_FLIGHT = {"quantization": "bitsandbytes"}
 STORED = [
@@ -81,3 +83,19 @@ def test_perplexity_of_a_real_mixture(shelf, smol):
     assert run.code == 0, run.log[-4000:]
     expected = perplexity(Oracle.unpacked(folder).logprobs(ids))
     assert abs(perplexity(run.logprobs[0]) / expected - 1) < 0.0005
+
+
+def test_adapters_on_experts_are_refused_and_others_served(shelf, tmp_path):
+    """With a zero adapter for attention the output is that of the base."""
+    plain = plain_mixture(shelf, "mixtral")
+    lora = {**IN_FLIGHT, "enable_lora": True, "max_lora_rank": 8}
+    refused = run_engine(plain, dtype="float32", **lora)
+    assert refused.code != 0
+    assert "LoRA adapters on quantized experts are not supported" in refused.log
+    packed = packed_mixture(shelf, plain)
+    adapter = write_adapter(tmp_path / "idle", dequantized_weights(packed), 0.0)
+    run = run_engine(
+        plain, prompts=PROMPTS, texts=[TEXT], dtype="float32", lora=adapter,
+        lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], **lora,
+    )  # fmt: skip
+    check_against_oracle(run, packed, "float32")
