@@ -58,6 +58,12 @@ PROCESSED = "_already_called_process_weights_after_loading"
 """Set on a processed layer. vLLM's reload deletes the attribute of just this name."""
 
 
+def is_dummy_load() -> bool:
+    """Whether vLLM fills parameters with random numbers instead of loading them."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.load_config.load_format == "dummy"
+
+
 class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """What all ways share. ``shape`` is the layer's on this rank, ``dtype`` what it computes in.
 
@@ -158,8 +164,7 @@ class StoredLinearMethod(QuantizedLinearMethod):
 
     def __init__(self, method: str, format: object) -> None:
         self.method, self.format = method, format
-        config = get_current_vllm_config_or_none()
-        self.is_dummy = config is not None and config.load_config.load_format == "dummy"
+        self.is_dummy = is_dummy_load()
 
     def find_rules(self) -> Sequence[ParameterRule]:
         """The parameters that a layer of this shape needs."""
@@ -217,8 +222,10 @@ class OnlineLinearMethod(QuantizedLinearMethod):
     """
 
     uses_meta_device = True
+    is_dummy: bool
 
     def prepare(self, layer: LinearBase) -> None:
+        self.is_dummy = is_dummy_load()
         rows, columns = sum(self.shape.rows), self.shape.rank_columns
         data = torch.empty(rows, columns, dtype=self.dtype, device="meta")
         loader = load_plain_weight(layer)
@@ -235,9 +242,9 @@ class OnlineLinearMethod(QuantizedLinearMethod):
         raise NotImplementedError
 
     def _check_arrived(self, layer: LinearBase) -> None:
-        """Raise CheckpointIncomplete if only some of the merged matrices were loaded.
+        """Raise CheckpointIncomplete if a merged matrix was not loaded; dummy weights never are.
 
-        Where none was, the layer holds vLLM's dummy weights.
+        Left to vLLM, such a layer would quantize whatever its memory held.
         """
         everything = range(len(self.shape.rows))
         arrived = {
@@ -247,7 +254,7 @@ class OnlineLinearMethod(QuantizedLinearMethod):
             for member in shard_members(arguments.arguments.get("loaded_shard_id"), len(everything))
         }
         missing = [str(member) for member in everything if member not in arrived]
-        if arrived and missing:
+        if missing and (arrived or not self.is_dummy):
             raise CheckpointIncomplete(
                 "a layer was not filled by the checkpoint",
                 where=f"{layer.prefix}.weight",

@@ -18,6 +18,7 @@ from oot_quant.testing.layers import (
     Kind,
     build_linear,
     config_for,
+    finish_loading,
     process,
     rank_weight,
     tensor_parallel,
@@ -243,6 +244,20 @@ def test_one_part_of_a_fused_layer_that_never_arrives_is_named(tmp_path):
     partial = {name: tensor for name, tensor in tensors.items() if ".k_proj." not in name}
     with pytest.raises(CheckpointIncomplete, match="qkv_proj"):
         load("qkv", folder, partial, 256)
+
+
+@pytest.mark.parametrize("kind", ["row", "qkv"])
+def test_a_layer_in_flight_that_nothing_arrives_for_is_named(tmp_path, kind):
+    """A model class that copies weights past their loader would leave it to chance."""
+    plain = {f"{name}.weight": random_matrix(64, 128) for name in names_of(kind)}
+    folder = write_checkpoint(tmp_path, plain, section=None)
+    with tensor_parallel():
+        config = config_for("bitsandbytes", folder, {})
+        rows = ROWS[kind] if kind == "qkv" else ROWS[kind][0]
+        layer = build_linear(kind, config, PREFIX[kind], 128, rows)
+        with pytest.raises(CheckpointIncomplete) as caught:
+            finish_loading(layer)
+    assert f"where: {PREFIX[kind]}.weight" in str(caught.value)
 
 
 def test_packed_bytes_without_a_state_do_not_enter_an_in_flight_layer(tmp_path):
