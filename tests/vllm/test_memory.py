@@ -54,7 +54,7 @@ def measured(model: Path, small: Path, arguments: dict[str, Any]) -> dict[str, i
     pytest.fail((done.stdout + done.stderr)[-4000:])
 
 
-@pytest.mark.parametrize("kind", ["in-flight", "in-flight-int8", "nf4", "nf4-double", "int8"])
+@pytest.mark.parametrize("kind", ["in-flight", "in-flight-int8", "nf4-double", "int8"])
 def test_loading_peaks_at_the_final_weights_and_one_layer(shelf, kind):
     arguments: dict[str, Any] = {}
 
