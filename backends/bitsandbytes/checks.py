@@ -253,9 +253,7 @@ CHECKS = (
     ),
     Check(f"{PREFIX}.options", GROUP, "config.json agrees with the stored tensors", options, MODEL),
     Check(f"{PREFIX}.skip-list", GROUP, "its list of modules to skip agrees too", skip_list, MODEL),
-    Check(
-        f"{PREFIX}.experts", GROUP, "experts of one layer are stored alike", experts, MODEL
-    ),
+    Check(f"{PREFIX}.experts", GROUP, "experts of one layer are stored alike", experts, MODEL),
     Check(f"{PREFIX}.fused", GROUP, "matrices that vLLM merges are stored alike", fused, MODEL),
     Check(
         f"{PREFIX}.trial",

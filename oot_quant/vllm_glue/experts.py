@@ -35,6 +35,7 @@ from oot_quant.vllm_glue.linear import (
     SavedLinearMethod,
     StoredLinearMethod,
     comes_finished,
+    is_dummy_load,
 )
 from oot_quant.vllm_glue.params import LayerShape, Site, to_matrix
 from oot_quant.vllm_glue.reload import keep_old_weights
@@ -43,6 +44,8 @@ from oot_quant.vllm_glue.routed import route_and_multiply
 if TYPE_CHECKING:
     LinearMethodOf = Callable[[LinearRequest], QuantizedLinearMethod | None]
 
+MODULE = ".routed_experts"
+"""What vLLM puts between a layer's name and its parameters'."""
 GATE_UP, DOWN = "w13", "w2"
 MEMBER = {"w1": 0, "w3": 1, "w2": 0}
 """Which of the matrices that are merged each of vLLM's shards is."""
@@ -56,8 +59,7 @@ def experts_method(request: MoeRequest, linear_method: LinearMethodOf) -> Expert
 
     Raises UnsupportedFormat if only one of the two would.
     """
-    # vLLM puts a module between the layer and its experts' names.
-    inside = request.prefix.removesuffix(".routed_experts")
+    inside = request.prefix.removesuffix(MODULE)
     names = _names(request, f"{inside}.")
     saved = _saved(request)
     pair = {
@@ -230,7 +232,7 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return final
 
     def _check_arrived(self, layer: Any, part: Part) -> None:
-        """Raise CheckpointIncomplete if only some of the experts' 16-bit matrices were loaded."""
+        """Raise CheckpointIncomplete if a matrix was not loaded; dummy weights never are."""
         name = f"{part.group}_weight"
         calls = [
             arguments.arguments
@@ -242,7 +244,7 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         found = {(local(expert), shard) for expert, shard in arrived}
         needed = len(getattr(layer, name)) * len(part.shape.rows)
         found = {entry for entry in found if entry[0] >= 0}
-        if found and len(found) < needed:
+        if len(found) < needed and (found or not is_dummy_load()):
             raise CheckpointIncomplete(
                 "a layer of experts was not filled by the checkpoint",
                 where=f"{self.where}.{name}",
@@ -275,8 +277,8 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         part = self.parts[group]
         biases = getattr(layer, f"{group}_bias", None)
-        counts = biases is not None and not (part.splits_columns and part.rank > 0)
-        bias: torch.Tensor | None = biases[index] if counts else None
+        elsewhere = part.splits_columns and part.rank > 0
+        bias = None if biases is None or elsewhere else biases[index]
         out: torch.Tensor = part.method.apply(part.expert(layer, index), x, bias)
         return out
 
@@ -317,7 +319,8 @@ def _names(request: MoeRequest, inside: str) -> dict[str, tuple[str, ...]]:
 
 def _saved(request: MoeRequest) -> dict[str, Mapping[str, Any] | None]:
     """The parameters of a sharded state, by group and by a linear layer's names."""
-    saved = request.config.saved_parameters(request.prefix)
+    inside = request.prefix.removesuffix(MODULE)
+    saved = request.config.saved_parameters(f"{inside}{MODULE}")
     if saved is None:
         return {GATE_UP: None, DOWN: None}
     return {

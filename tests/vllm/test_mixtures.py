@@ -36,15 +36,15 @@ def test_experts_in_flight_agree_with_transformers(shelf, name):
     check_against_oracle(run, packed_mixture(shelf, plain), "float32")
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "in-flight"])
-def test_latent_attention_beside_experts_equals_plain_weights(shelf, stored):
+@pytest.mark.parametrize("kind", ["nf4", "int8", "in-flight"])
+def test_latent_attention_beside_experts_equals_plain_weights(shelf, kind):
     """Against vLLM on the unpacked weights: its DeepSeek-V2 is not transformers', even plain."""
     plain = plain_mixture(shelf, "deepseek_v2")
-    packed = packed_mixture(shelf, plain)
+    packed = packed_mixture(shelf, plain, "int8" if kind == "int8" else "nf4")
     ours, theirs = (
         run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="float32", **arguments)
         for folder, arguments in (
-            (packed, {}) if stored else (plain, IN_FLIGHT),
+            (plain, IN_FLIGHT) if kind == "in-flight" else (packed, {}),
             (shelf.unpacked(packed), {}),
         )
     )
