@@ -52,8 +52,7 @@ def test_a_family_in_flight_agrees_with_transformers(shelf, family):
     check_against_oracle(run, shelf.quantized(shelf.family(family), nested=nested), "float32")
 
 
-@pytest.mark.parametrize("kind", ["stored", "in-flight"])
-def test_a_hybrid_of_linear_and_full_attention(shelf, tmp_path, kind):
+def test_a_hybrid_of_linear_and_full_attention(shelf, tmp_path):
     """vLLM computes its linear attention in bfloat16 only, on the CPU, and coarsely.
 
     So log probabilities are compared with plain vLLM's on the unpacked weights, tokens with
@@ -61,19 +60,22 @@ def test_a_hybrid_of_linear_and_full_attention(shelf, tmp_path, kind):
     """
     plain = shelf.family("qwen3_5")
     folder = shelf.quantized(plain)
-    in_flight = {"quantization": "bitsandbytes"} if kind == "in-flight" else {}
-    served = plain if in_flight else folder
     oracle = Oracle.unpacked(folder)
     oracle.model.save_pretrained(tmp_path / "unpacked")
-    run, reference = (
+    reference, stored, in_flight = (
         run_engine(model, prompts=PROMPTS, texts=[TEXT], dtype="bfloat16", **arguments)
-        for model, arguments in ((served, in_flight), (tmp_path / "unpacked", {}))
+        for model, arguments in (
+            (tmp_path / "unpacked", {}),
+            (folder, {}),
+            (plain, {"quantization": "bitsandbytes"}),
+        )
     )
-    assert run.code == reference.code == 0, run.log[-4000:]
-    difference = torch.tensor(run.logprobs) - torch.tensor(reference.logprobs)
-    assert difference.abs().max() < NEAR_TIE["bfloat16"] / 5
-    for prompt, tokens in zip(PROMPTS, run.tokens, strict=True):
-        assert agree(tokens, oracle.continue_greedily(prompt), 2 * NEAR_TIE["bfloat16"])
+    for run in (stored, in_flight):
+        assert run.code == reference.code == 0, run.log[-4000:]
+        difference = torch.tensor(run.logprobs) - torch.tensor(reference.logprobs)
+        assert difference.abs().max() < NEAR_TIE["bfloat16"] / 5
+        for prompt, tokens in zip(PROMPTS, run.tokens, strict=True):
+            assert agree(tokens, oracle.continue_greedily(prompt), 2 * NEAR_TIE["bfloat16"])
 
 
 def test_gpt2_in_8_bit(shelf):
