@@ -254,7 +254,11 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         """The method for a layer of the model, which takes its modules' tensors if it has one."""
         method = self.linear_method(layer, prefix)
         if method is not None:
-            self._claims.claim((prefix, *self.members(prefix)))
+            members = self.members(prefix)
+            self._claims.claim((prefix, *members))
+            if len(getattr(layer, "output_sizes", ())) > len(members):
+                # MiniMax-M3's class names three of the five that its loader puts in here.
+                self._claims.claim_beside(prefix)
         return method
 
     def _head_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -78,6 +78,10 @@ class Claims:
         """Note that all modules inside this one are taken, as routed experts are."""
         self._claimed_below.add(f"{name}.")
 
+    def claim_beside(self, name: str) -> None:
+        """Note that all modules next to this one are taken."""
+        self._claimed_below.add(name[: name.rfind(".") + 1])
+
     def unclaimed(self) -> dict[str, Piece]:
         """The tensors that no layer takes as they are, by each name that they may come under."""
         return {

@@ -23,7 +23,7 @@ def test_what_transformers_writes_is_understood_in_full():
         llm_int8_skip_modules=["lm_head"],
     ).to_dict()
     options = parse(section)
-    assert options == Options(4, "fp4", 64, True, False, ("lm_head",), options.given, ())
+    assert options == Options(quant_type="fp4", nested=True, skip=("lm_head",), given=options.given)
 
 
 @pytest.mark.parametrize(
