@@ -129,6 +129,18 @@ def test_a_part_of_a_row_renews_the_groups_that_were_run_in_whole(
     assert matrix.renewed({**result, "vllm": "0.29.0"}) is None
 
 
+def test_every_release_that_is_declared_has_passed() -> None:
+    kept = json.loads(matrix.RESULTS.read_text(encoding="utf-8"))
+    results = {(result["vllm"], result["bitsandbytes"]): result for result in kept}
+    newest = max((result["bitsandbytes"] for result in kept), key=Version)
+    for row in matrix.rows_of([], []):
+        found = row.bitsandbytes if row.bitsandbytes != matrix.NEWEST else newest
+        result = results[row.vllm, found]
+        assert matrix.good(result), row
+        wanted = matrix.GROUPS if row.bitsandbytes == matrix.NEWEST else matrix.OF_THE_LIBRARY
+        assert row.refused or set(result["groups"]) == set(wanted), row
+
+
 def test_the_declared_ranges_are_those_of_the_results() -> None:
     oldest, *_, newest = matrix.VLLM
     assert (oldest, newest) == (compat.OLDEST, compat.NEWEST_TESTED)
