@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
 
+from oot_quant.testing.layers import tensor_parallel
 from tests.backends.bitsandbytes.test_fused_moe import (
     HIDDEN,
     error_of,
@@ -29,7 +29,7 @@ def test_the_ranks_outputs_add_up_to_float64(tmp_path, kind, expert_parallel):
         shares, chosen = routing(tokens)
         total = torch.zeros(tokens, HIDDEN, device="cuda")
         for rank in range(2):
-            with torch.device("cuda"), set_current_vllm_config(VllmConfig()):
+            with torch.device("cuda"), tensor_parallel(rank, 2):
                 layer = serve(
                     tmp_path, kind, tensors, rank=rank, ranks=2, dtype=torch.bfloat16,
                     expert_parallel=expert_parallel,
