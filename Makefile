@@ -6,7 +6,7 @@ VENV ?= .venv
 MODEL ?=
 MATRIX ?=
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 # mypy and import-linter do not see through an editable install, so they read the three rooms
 # under their import names from links.
 ROOMS := build/rooms

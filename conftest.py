@@ -1,8 +1,4 @@
-"""Which tests start an engine or need a GPU, told by their folder; what a vLLM does not have.
-
-Tests that start an engine run one after the other, on one worker of pytest-xdist: each keeps
-all cores busy.
-"""
+"""Which tests start an engine or need a GPU, told by their folder; what a vLLM does not have."""
 
 from __future__ import annotations
 
@@ -25,10 +21,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("gpu")
     if folders[:2] in {("tests", "vllm"), ("tests", "gpu")}:
         item.add_marker("engine")
-    if item.get_closest_marker("engine"):
-        item.add_marker(pytest.mark.xdist_group("engine"))
-        if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
+    if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

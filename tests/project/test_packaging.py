@@ -29,8 +29,6 @@ PROJECT = PYPROJECT["project"]
 ROOMS = {"oot_quant": "oot_quant", "backends": "oot_quant_backends", "cli": "oot_quant_cli"}
 """Folder of each room, and the name it is imported by."""
 
-pytestmark = pytest.mark.xdist_group("wheel")  # built once, not once for each worker
-
 
 def modules_on_disk() -> set[str]:
     """Every module of the three rooms, as the path that it has in a wheel."""

@@ -18,7 +18,6 @@ from tests.vllm.engine import Run, run_engine
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("example_backend"),
 ]
 
 PROMPTS = [[5, 9, 77, 300], [8, 1, 2]]
