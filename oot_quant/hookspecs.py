@@ -216,7 +216,8 @@ def oot_quant_moe_method(request: MoeRequest) -> FusedMoEMethodBase | None:
 
     request: as for ``oot_quant_linear_method``.
 
-    Returns a fused-MoE method. None: the experts stay as they are stored.
+    Returns a fused-MoE method; ``vllm_glue.experts.experts_method`` makes one of the backend's
+    linear methods. None: the experts stay as they are stored.
 
     Raises OotQuantError if packed experts cannot be served, naming the layer.
     """
