@@ -70,6 +70,6 @@ def test_loading_peaks_at_the_final_weights_and_one_layer(shelf, kind):
         arguments["hf_overrides"] = section
     found = measured(prepared(shelf.llama(**SIZES)), prepared(shelf.llama()), arguments)
     assert found["weights"] < (0.4 if "int8" not in kind else 0.6) * 8 * LAYER_BYTES
-    assert found["looks"] > 100
+    assert found["looks"] > 5 * SIZES["num_hidden_layers"], "too few looks to see each layer"
     assert found["peak"] <= 1.1 * (found["weights"] + LAYER_BYTES), found
     assert found["peak"] >= found["weights"], "more was loaded than was seen"
