@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from vllm.platforms import current_platform
 
-from oot_quant.vllm_glue.int8 import UNIT, WeightOnlyInt8
+from oot_quant.vllm_glue.int8 import SCALE, UNIT, WeightOnlyInt8
 
 STEPS = 127
 """The largest weight of a row is stored as this number."""
@@ -42,6 +43,28 @@ class Plain:
         return torch.nn.functional.linear(x, weight.to(x.dtype) * UNIT)
 
 
+class Cpu:
+    """PyTorch's own product with int8 rows, which converts them in registers.
+
+    In bfloat16 alone: its other types convert one weight at a time. It reads whole vectors
+    along a row and past the end of one that is not made of them.
+    """
+
+    VECTOR = 32
+
+    def prepare(self, layer: torch.nn.Module, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        units = torch.full((len(weight),), UNIT, dtype=torch.bfloat16, device=weight.device)
+        return {"weight": weight, SCALE: units}
+
+    def __call__(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        units = getattr(layer, SCALE)
+        out = torch.ops.aten._weight_int8pack_mm(rows, layer.weight, units)  # noqa: SLF001
+        return out.view(*x.shape[:-1], -1)
+
+
 def choose(rows: int, columns: int, dtype: torch.dtype) -> Kernel:
-    """The kernel for a weight on this rank: vLLM's own where it has one for the device."""
+    """The kernel for a weight on this rank: vLLM's or PyTorch's own, where they have one."""
+    if current_platform.is_cpu() and dtype == torch.bfloat16 and columns % Cpu.VECTOR == 0:
+        return Cpu()
     return WeightOnlyInt8.choose(rows, columns, dtype) or Plain()

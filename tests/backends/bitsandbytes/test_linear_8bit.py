@@ -64,14 +64,14 @@ def test_a_weight_that_the_model_class_transposed_is_turned_back(tmp_path):
     assert torch.allclose(weight_of(layer), whole[0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("columns", [512, 90])
+@pytest.mark.parametrize("columns", [512, 96, 90])
 @pytest.mark.parametrize("dtype", list(LIMIT), ids=str)
 def test_output_of_every_dtype(tmp_path, dtype, columns):
     tensors, whole = stored_members("merged", columns)
     layer = load("merged", write_checkpoint(tmp_path, tensors, SECTION), tensors, columns,
                  dtype=dtype)  # fmt: skip
     weight = torch.cat(whole)
-    for tokens in (1, 5):
+    for tokens in (1, 5, 64):
         x = torch.randn(tokens, columns).to(dtype)
         bias = torch.randn(weight.shape[0]).to(dtype)
         reference = x.double() @ weight.double().t() + bias.double()
