@@ -12,6 +12,7 @@ from typing import Any
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
     FalconConfig,
     Gemma2Config,
@@ -30,6 +31,8 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
     StableLmConfig,
 )
 
@@ -161,7 +164,34 @@ def bert() -> BertModel:
     return BertModel(BertConfig(**SIZES, intermediate_size=512))
 
 
+def bert_reranker() -> BertForSequenceClassification:
+    """vLLM builds its pooler's linear layer without quantization."""
+    return BertForSequenceClassification(BertConfig(**SIZES, intermediate_size=512, num_labels=1))
+
+
+def qwen3_reranker() -> Qwen3ForSequenceClassification:
+    return Qwen3ForSequenceClassification(Qwen3Config(**GATED, head_dim=64, num_labels=1))
+
+
+def qwen3_judge() -> Qwen3ForCausalLM:
+    """Ranks by the odds of two words, which its output head tells."""
+    return Qwen3ForCausalLM(Qwen3Config(**GATED, head_dim=64))
+
+
+def qwen3_tied_judge() -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(Qwen3Config(**GATED, head_dim=64, tie_word_embeddings=True))
+
+
 POOLING: dict[str, Callable[[], PreTrainedModel]] = {
-    make.__name__: make for make in (llama_classifier, llama_embedder, bert)
+    make.__name__: make
+    for make in (
+        llama_classifier,
+        llama_embedder,
+        bert,
+        bert_reranker,
+        qwen3_reranker,
+        qwen3_judge,
+        qwen3_tied_judge,
+    )
 }
 HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {"qwen3_5": qwen3_5}

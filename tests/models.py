@@ -78,7 +78,7 @@ class ModelShelf:
             else:
                 _save_image_text(name, folder)
             if name in POOLING:
-                _save_tokenizer(folder)
+                _save_tokenizer(folder, typed=name.startswith("bert"))
 
         return self.get(name, make)
 
@@ -226,14 +226,21 @@ def _name_as_published(folder: Path) -> None:
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _save_tokenizer(folder: Path) -> None:
-    """One word for each token: vLLM does not embed without a tokenizer, needed or not."""
+def _save_tokenizer(folder: Path, *, typed: bool) -> None:
+    """One word for each token: vLLM does not embed without a tokenizer, needed or not.
+
+    typed: tells the first and the second of two texts apart.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({str(i): i for i in range(512)}, "0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    words.pre_tokenizer = WhitespaceSplit()
+    inputs = ["input_ids", *(["token_type_ids"] if typed else []), "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, model_input_names=inputs)
+    tokenizer.save_pretrained(folder)
 
 
 def _part(item: tuple[str, Any]) -> str:

@@ -39,6 +39,7 @@ from oot_quant.vllm_glue.architectures import (
     refuse_packed,
     stays_plain,
 )
+from oot_quant.vllm_glue.heads import HEAD, becomes_scores, is_score_head
 from oot_quant.vllm_glue.names import (
     accept_stored_names,
     model_class_name,
@@ -54,10 +55,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = init_logger("vllm.oot_quant")
-HEAD = "lm_head"
-"""What transformers calls a model's output head."""
-SCORE_HEADS = ("score", "classifier")
-"""And those of classifiers. In vLLM they are linear layers like any other."""
 DRAFT = "draft_model."
 """What vLLM puts before the names of a draft model's layers, but not before its weights'."""
 
@@ -189,7 +186,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self._check_layout()
         prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
-            if prefix.rpartition(".")[2] in SCORE_HEADS and not self._is_quantized_head(prefix):
+            if is_score_head(prefix) and not self._is_quantized_head(prefix):
                 return UnquantizedLinearMethod()
             self._check_stored(layer, prefix)
             if self._stays_plain(prefix):
@@ -263,6 +260,8 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _head_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """An output head's method: like a linear layer's, where it is stored or asked for so."""
+        if becomes_scores():
+            return None  # not claimed either, so a stored one is unpacked
         if self.is_tied:
             if prefix in self.formats or self.quantizes_head:
                 logger.warning(

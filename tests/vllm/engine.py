@@ -51,6 +51,7 @@ def run_engine(
     lora: Path | None = None,
     choices: Sequence[str] = (),
     image: tuple[Path, Sequence[int]] | None = None,
+    pairs: Sequence[tuple[str, str]] = (),
     env: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Run:
@@ -60,7 +61,7 @@ def run_engine(
     one of; the model then needs its tokenizer. image: a picture, and a text about it to be
     scored.
     arguments: for ``vllm.LLM``; eager and with a small context unless they say otherwise. With
-    ``runner="pooling"``, prompts are embedded or classified instead.
+    ``runner="pooling"``, prompts are embedded or classified instead, or ``pairs`` of texts scored.
     """
     request = {
         "prompts": prompts,
@@ -69,6 +70,7 @@ def run_engine(
         "lora": str(lora) if lora else None,
         "choices": list(choices),
         "image": (str(image[0]), image[1]) if image else None,
+        "pairs": list(pairs),
         "arguments": {
             "model": str(model),
             "enforce_eager": True,
@@ -209,6 +211,9 @@ def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pool(llm: Any, request: Mapping[str, Any]) -> list[list[float]]:
+    if request["pairs"]:
+        queries, documents = map(list, zip(*request["pairs"], strict=True))
+        return [[output.outputs.score] for output in llm.score(queries, documents)]
     inputs = [{"prompt_token_ids": ids} for ids in request["prompts"]]
     tasks = llm.supported_tasks
     outputs = llm.classify(inputs) if "classify" in tasks else llm.embed(inputs)
