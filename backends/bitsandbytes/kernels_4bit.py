@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from vllm.logger import init_logger
 
 from oot_quant.errors import UnsupportedFormat
 
 from .formats import BLOCKSIZES, QUANT_TYPES
+from .product_4bit import trouble
+from .triton_4bit.units import columns_of, new_counters, reorder, restore, supported
 from .weights import code_table, rows_at_once, unpack
+
+logger = init_logger("vllm.oot_quant")
 
 PACKED_ROWS = 32
 """bitsandbytes' packed CPU layout interleaves this many rows."""
@@ -50,8 +55,18 @@ class Kernel:
         """The weight in the form that this kernel wants; called once after loading."""
         return packed
 
-    def __call__(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ W.T + bias`` with W from what ``prepare`` returned."""
+    def scratch(self, packed: Packed) -> torch.Tensor | None:
+        """Memory that a layer's calls need beside what ``prepare`` returned; None for none."""
+        return None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Packed,
+        bias: torch.Tensor | None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x @ W.T + bias`` with W from what ``prepare`` returned, ``scratch`` likewise."""
         return torch.nn.functional.linear(x, self.dequantize(packed).to(x.dtype), bias)
 
     def dequantize(self, packed: Packed) -> torch.Tensor:
@@ -75,7 +90,13 @@ class Gemm4bit(Kernel):
     def prepare(self, packed: Packed) -> Packed:
         return packed._replace(absmax=packed.absmax.repeat_interleave(self.repeat, dim=1))
 
-    def __call__(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Packed,
+        bias: torch.Tensor | None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         weight, absmax = packed.weight.view(-1, 1), packed.absmax.view(-1)
         out: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit(
             x, weight, packed.shape, absmax, self.blocksize, self.quant_type, bias
@@ -118,7 +139,13 @@ class PackedCpu(Kernel):
         interleaved, state = convert(weight.reshape(-1), state)
         return interleaved, state.absmax
 
-    def __call__(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Packed,
+        bias: torch.Tensor | None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         weight, absmax, quant_map = packed
         out: torch.Tensor = torch.ops.bitsandbytes.gemv_4bit(
             x, weight, packed.shape, absmax, quant_map, self.blocksize
@@ -135,36 +162,121 @@ class PackedCpu(Kernel):
         return values * packed.absmax.t().float().repeat_interleave(self.blocksize, dim=1)
 
 
+@dataclass(frozen=True)
+class TritonGemm(Kernel):
+    """The kernels in ``triton_4bit``, for Hopper: decode in registers, up to 256 tokens fused.
+
+    The weight is kept in their order alone. ``rows`` leaves out what pads them to 64.
+    """
+
+    quant_type: str
+    rows: int
+
+    def prepare(self, packed: Packed) -> Packed:
+        return Packed(*reorder(packed.weight, packed.absmax), packed.quant_map)
+
+    def scratch(self, packed: Packed) -> torch.Tensor:
+        """Counters of the finished parts of the output, at zero between calls.
+
+        So one layer's calls must follow one another, as on one stream; layers may run at once.
+        """
+        return new_counters(packed.weight)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Packed,
+        bias: torch.Tensor | None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        counters = new_counters(packed.weight) if scratch is None else scratch
+        out: torch.Tensor = torch.ops.oot_quant.gemm_4bit(
+            x, *packed, counters, bias, self.rows, self.quant_type
+        )
+        return out
+
+    def dequantize(self, packed: Packed) -> torch.Tensor:
+        return unpack(*restore(packed.weight, packed.absmax, self.rows), packed.quant_map)
+
+
 def choose(packed: Packed, dtype: torch.dtype) -> Kernel:
     """The kernel for a layer's part on this rank, computing in ``dtype``."""
     rows, columns = packed.shape
     device, blocksize = packed.weight.device, columns // packed.absmax.shape[1]
     quant_type = _quant_type(packed.quant_map)
+    if blocksize in BLOCKSIZES and quant_type is not None:
+        if _fits_triton((rows, columns), blocksize, quant_type, dtype, device):
+            return TritonGemm(quant_type, rows)
+        fits = dtype == torch.bfloat16 and rows % PACKED_ROWS == 0
+        if device.type == "cpu" and fits and has_packed_cpu():
+            return PackedCpu(quant_type, blocksize)
+    return _without_preparing(blocksize, quant_type, device)
+
+
+def _without_preparing(blocksize: int, quant_type: str | None, device: torch.device) -> Kernel:
+    """The kernel for a weight that is kept as it is stored."""
+    is_cpu = device.type == "cpu"
     if blocksize not in BLOCKSIZES or quant_type is None:
         return Kernel()
-    if device.type != "cpu":
-        return Gemm4bit(quant_type, blocksize)
-    if dtype == torch.bfloat16 and rows % PACKED_ROWS == 0 and has_packed_cpu():
-        return PackedCpu(quant_type, blocksize)
-    repeat = max(1, blocksize // LONGEST_CPU_BLOCK)
+    repeat = max(1, blocksize // LONGEST_CPU_BLOCK) if is_cpu else 1
     return Gemm4bit(quant_type, blocksize // repeat, repeat)
 
 
-def recognize(packed: Packed, dtype: torch.dtype) -> Kernel:
-    """The kernel for a weight that another engine has prepared.
+def recognize(packed: Packed, dtype: torch.dtype, rows: int) -> Kernel:
+    """The kernel for a weight of so many rows that another engine has prepared.
 
     Raises UnsupportedFormat if it was prepared for a processor that this one is not.
     """
-    if packed.absmax.dtype == torch.float32:
-        return choose(packed, dtype)
     quant_type = _quant_type(packed.quant_map)
-    if not has_packed_cpu() or quant_type is None:
-        raise UnsupportedFormat(
-            "the weights were prepared for a processor with AVX-512 BF16",
-            needed="such a processor, or weights that were prepared on this one",
-            fix="load the original checkpoint here, and save or cache it anew",
+    if packed.weight.dtype == torch.int32:
+        columns = columns_of(packed.weight)
+        blocksize, device = columns // packed.absmax.shape[1], packed.weight.device
+        if quant_type and _fits_triton((rows, columns), blocksize, quant_type, dtype, device):
+            return TritonGemm(quant_type, rows)
+        raise _prepared_for("a GPU of the Hopper generation and 16-bit activations")
+    if packed.absmax.dtype == torch.bfloat16:
+        if not has_packed_cpu() or quant_type is None:
+            raise _prepared_for("a processor with AVX-512 BF16")
+        return PackedCpu(quant_type, packed.shape[1] // packed.absmax.shape[0])
+    blocksize = packed.shape[1] // packed.absmax.shape[1]
+    return _without_preparing(blocksize, quant_type, packed.weight.device)
+
+
+def is_prepared(packed: Packed) -> bool:
+    """Whether a weight has a form that only some processors compute with."""
+    return packed.weight.dtype == torch.int32 or packed.absmax.dtype == torch.bfloat16
+
+
+def _prepared_for(what: str) -> UnsupportedFormat:
+    return UnsupportedFormat(
+        f"the weights were prepared for {what}",
+        needed="such a processor, or weights that were prepared on this one",
+        fix="load the original checkpoint here, and save or cache it anew",
+    )
+
+
+def _fits_triton(
+    shape: tuple[int, int],
+    blocksize: int,
+    quant_type: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether the Triton kernels serve a weight; says so where they should and do not."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    if not supported(*shape, blocksize, dtype, torch.cuda.get_device_capability(device)):
+        return False
+    reason = trouble(*shape, blocksize, quant_type, dtype, device)
+    if reason:
+        logger.warning_once(
+            "bitsandbytes: the Triton kernels for 4-bit weights are not used, its own slower ones "
+            "are. Weights of %s, blocks of %d: %s",
+            " x ".join(map(str, shape)),
+            blocksize,
+            reason,
         )
-    return PackedCpu(quant_type, packed.shape[1] // packed.absmax.shape[0])
+    return reason is None
 
 
 def has_packed_cpu() -> bool:

@@ -24,11 +24,12 @@ from oot_quant.vllm_glue.params import Decoder, Site, to_matrix
 
 from .agreement import METHOD
 from .formats import BLOCKSIZES, FourBit, label, parse_state
-from .kernels_4bit import Kernel, Packed, choose, recognize
+from .kernels_4bit import Kernel, Packed, choose, is_prepared, recognize
 from .options import Options
 from .weights import code_table, decode_absmax, quantize
 
 FINAL = ("weight", "weight_absmax", "weight_quant_map")
+SCRATCH = "weight_scratch"
 
 
 class FourBitLinearMethod(QuantizedLinearMethod):
@@ -42,17 +43,25 @@ class FourBitLinearMethod(QuantizedLinearMethod):
         return dict(zip(FINAL, self.kernel.prepare(packed), strict=True))
 
     def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
-        self.kernel = recognize(Packed(*(final[name] for name in FINAL)), self.dtype)
+        rows = sum(self.shape.rows)
+        self.kernel = recognize(Packed(*(final[name] for name in FINAL)), self.dtype, rows)
+
+    def scratch(self, layer: LinearBase) -> Mapping[str, torch.Tensor]:
+        value = self.kernel.scratch(packed_of(layer))
+        return {} if value is None else {SCRATCH: value}
 
     def apply(
         self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
-        return self.kernel(x, packed, bias)
+        return self.kernel(x, packed_of(layer), bias, getattr(layer, SCRATCH, None))
 
     def dequantize(self, layer: LinearBase) -> torch.Tensor:
-        packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
-        return self.kernel.dequantize(packed).to(self.dtype)
+        return self.kernel.dequantize(packed_of(layer)).to(self.dtype)
+
+
+def packed_of(layer: LinearBase) -> Packed:
+    """A finished layer's weight."""
+    return Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
 
 
 class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
@@ -119,6 +128,11 @@ class Stored4bitLinearMethod(StoredLinearMethod, FourBitLinearMethod):
 
 class Saved4bitLinearMethod(SavedLinearMethod, FourBitLinearMethod):
     """A layer of a sharded state."""
+
+    def finish(self, layer: LinearBase) -> Mapping[str, torch.Tensor]:
+        """As saved; or for the best kernel here, if it was saved for none of its own."""
+        packed = packed_of(layer)
+        return super().finish(layer) if is_prepared(packed) else self.final(layer, packed)
 
 
 class Online4bitLinearMethod(OnlineLinearMethod, FourBitLinearMethod):

@@ -97,6 +97,8 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
             delattr(layer, name)
         for name, value in final.items():
             layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        for name, value in self.scratch(layer).items():
+            layer.register_buffer(name, value, persistent=False)
         setattr(layer, PROCESSED, True)
         release_freed(next(layer.parameters()).device)
 
@@ -123,6 +125,14 @@ class QuantizedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         final = {name: data for name, data in parameters.items() if not data.is_meta}
         self.adopt(layer, final)
         return final
+
+    def scratch(self, layer: LinearBase) -> Parameters:
+        """Memory that computing needs beside a finished layer's parameters, and no state saves.
+
+        As buffers of the layer it keeps its address when weights are reloaded, where recorded
+        graphs look for it, and its content when the engine sleeps.
+        """
+        return {}
 
     def dequantize(self, layer: torch.nn.Module) -> torch.Tensor:
         """A weight on this rank, [rows, columns] in ``dtype``, from its final parameters."""

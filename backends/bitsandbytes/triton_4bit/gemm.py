@@ -1,13 +1,13 @@
 """A 4-bit weight times activations in Triton: the kernels, how a product is cut, launching.
 
-Activations go through shared memory, transposed, so that few tokens are the narrow side:
-out^T = W x^T. Nothing here knows layers, vLLM or bitsandbytes.
+The weight is the left operand, out^T = W x^T, so that few tokens are the narrow side of the
+matrix unit and that the weight, which is most of the bytes, goes from memory to registers and
+nowhere else. Activations go through shared memory. Nothing here knows layers or vLLM.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -15,35 +15,32 @@ import triton.language as tl
 
 from .decode import decode_units, load_units, load_words, open_table, unpack_word
 from .ptx import LOOK_UP, PERMUTE, TABLE, TABLE_BYTES
-from .units import INTERPRETED, ROWS, Units, reorder, restore, supported
-
-__all__ = [
-    "Plan",
-    "Units",
-    "check",
-    "choose",
-    "dequantize",
-    "matmul",
-    "reorder",
-    "restore",
-    "run",
-    "supported",
-]
+from .units import INTERPRETED, ROWS, Units
 
 LAUNCH_BYTES = 49152
 """Shared memory that a launch has without being asked for more."""
 TABLE_ARGUMENTS = [f"{table}{i}" for table in "tu" for i in range(8)]
 """Never specialized: a weight with other values runs the same kernel."""
+FREE_ARGUMENTS = ["M", "N", "row_groups", "steps", "split", "has_bias", *TABLE_ARGUMENTS]
+"""Not specialized either, or one token and sixteen would each compile a kernel of their own."""
 
 
-@triton.jit(do_not_specialize=["M", "N", "steps", "split", *TABLE_ARGUMENTS])
+@triton.jit
+def unit_numbers(first, units, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+    """CHUNK units from ``first`` on. Past the last it is read again: its activations are 0."""
+    unit = first + tl.arange(0, CHUNK)
+    if not EVEN:
+        unit = tl.minimum(unit, units - 1)
+    return unit
+
+
+@triton.jit(do_not_specialize=FREE_ARGUMENTS)
 def gemm_kernel(
     x, words, scales, values, t0, t1, t2, t3, t4, t5, t6, t7, bias, out, parts, counters,
-    M, N, row_groups, units, steps, split, stride_x, one,
+    M, N, row_groups, units, steps, split, stride_x, has_bias, one,
     BM: tl.constexpr, GROUPS: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr,
     PER_SCALE: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
-    DECODE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
+    DECODE: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One output tile, [64 GROUPS rows, BM tokens], over ``steps`` steps of UNITS units.
 
@@ -70,9 +67,7 @@ def gemm_kernel(
     # chunk before it in the same registers is decoded.
     ready = ()
     for i in tl.static_range(UNITS // CHUNK):
-        unit = begin * UNITS + i + tl.arange(0, CHUNK)
-        if not EVEN:
-            unit = tl.minimum(unit, units - 1)
+        unit = unit_numbers(begin * UNITS + i, units, CHUNK, EVEN)
         ready += (load_units(words, scales, group, unit, 1, units, WORDS, PER_SCALE, SCALED, DTYPE,
                              DECODE),)  # fmt: skip
     opened = open_table(values, (t0, t1, t2, t3, t4, t5, t6, t7), DECODE, 4 * GROUPS)
@@ -81,9 +76,7 @@ def gemm_kernel(
         more = (step + 1 < end).to(tl.int32)
         if AHEAD == 1:
             for i in tl.static_range(UNITS // CHUNK):
-                unit = (step + 1) * UNITS + i + tl.arange(0, CHUNK)
-                if not EVEN:
-                    unit = tl.minimum(unit, units - 1)
+                unit = unit_numbers((step + 1) * UNITS + i, units, CHUNK, EVEN)
                 coming += (load_units(words, scales, group, unit, more, units, WORDS, PER_SCALE,
                                       SCALED, DTYPE, DECODE),)  # fmt: skip
         for i in tl.static_range(UNITS // CHUNK):
@@ -95,9 +88,7 @@ def gemm_kernel(
             codes, scale = ready[i]
             weight = decode_units(codes, opened, scale, WORDS, DTYPE, SCALED, DECODE)
             if AHEAD == 2:
-                unit = (step + 1) * UNITS + i + tl.arange(0, CHUNK)
-                if not EVEN:
-                    unit = tl.minimum(unit, units - 1)
+                unit = unit_numbers((step + 1) * UNITS + i, units, CHUNK, EVEN)
                 coming += (load_units(words, scales, group, unit, more, units, WORDS, PER_SCALE,
                                       SCALED, DTYPE, DECODE),)  # fmt: skip
             if SCALED:
@@ -122,8 +113,7 @@ def gemm_kernel(
             tl.store(counters + tile, 0)
     if last:
         row = tile // tiles_m * 64 * GROUPS + rows
-        if HAS_BIAS:
-            acc += tl.load(bias + row, row < N, 0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + row, (row < N) & (has_bias != 0), 0.0).to(tl.float32)[:, None]
         keep = (row[:, None] < N) & (tokens[None, :] < M)
         tl.store(out + tokens[None, :] * N + row[:, None], acc.to(DTYPE), keep)
 
@@ -169,6 +159,9 @@ class Plan:
     """How one product is cut: tiles of ``tokens`` by 64 ``groups`` rows, steps of ``units``.
 
     ``split`` blocks share a tile. ``scaled``: scales go into the weight, not into products.
+    ``ahead`` says when a step loads the words of the next: 1 before it computes, 2 as soon as
+    their registers are free. ``stages`` is how many steps' activations are on their way,
+    ``registers`` the most a thread may have, so that more blocks are resident.
     """
 
     tokens: int
@@ -201,13 +194,8 @@ class Plan:
         return self.decode
 
 
-def run(
-    x: torch.Tensor, units: Units, bias: torch.Tensor | None, plan: Plan, warm: bool = False
-) -> torch.Tensor:
-    """``x @ W.T + bias`` by one launch; x [tokens, columns] with adjacent columns.
-
-    ``warm`` compiles and launches nothing.
-    """
+def run(x: torch.Tensor, units: Units, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+    """``x @ W.T + bias`` by one launch; x [tokens, columns] with adjacent columns."""
     tokens, (groups, count, _, words) = x.shape[0], units.words.shape
     tiles = -(-groups // plan.groups) * -(-tokens // plan.tokens)
     assert plan.split == 1 or tiles <= units.counters.numel()
@@ -216,16 +204,16 @@ def run(
     size = tiles * plan.split * ROWS * plan.groups * plan.tokens if plan.split > 1 else 1
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
     grid, decode = (tiles, plan.split), plan.decoding(words)
-    launch = partial(gemm_kernel.warmup, grid=grid) if warm else gemm_kernel[grid]
-    launch(
+    gemm_kernel[grid](
         x, units.words, units.scales, units.values,
         *units.tables[1 if decode == PERMUTE.value else 0],
         bias if bias is not None else x, out, parts, units.counters,
-        tokens, units.rows, groups, count, steps, plan.split, x.stride(0), 1.0,
+        tokens, units.rows, groups, count, steps, plan.split, x.stride(0),
+        int(bias is not None), 1.0,
         BM=plan.tokens, GROUPS=plan.groups, UNITS=plan.units, WORDS=words,
         PER_SCALE=count // units.scales.shape[1], SCALED=plan.scaled, SHARED=plan.split > 1,
-        AHEAD=plan.ahead, DECODE=decode, HAS_BIAS=bias is not None,
-        EVEN=count % (plan.units * plan.split) == 0, DTYPE=_triton_type(x.dtype),
+        AHEAD=plan.ahead, DECODE=decode, EVEN=count % (plan.units * plan.split) == 0,
+        DTYPE=_triton_type(x.dtype),
         STAGES=plan.stages, num_warps=4 * plan.groups, num_stages=plan.stages,
         maxnreg=plan.registers,
     )  # fmt: skip
@@ -251,7 +239,8 @@ def _triton_type(dtype: torch.dtype) -> tl.dtype:
 
 
 LARGEST_FUSED = 128
-"""More tokens than this: unpack once and multiply as usual. Twice as many in large weights."""
+"""For more tokens than this a weight is unpacked, once, and multiplied as a 16-bit one: decoding
+it for every 128 of them costs more. In weights of over LARGE numbers that pays from 256 on."""
 LARGE = 1 << 25
 PROCESSORS = 132
 """Of an H100 or H200. Plans only shape the work: other numbers give the same results."""
@@ -293,22 +282,3 @@ def matmul(x: torch.Tensor, units: Units, bias: torch.Tensor | None) -> torch.Te
     if x.shape[0] > (2 if large else 1) * LARGEST_FUSED:
         return torch.nn.functional.linear(x, dequantize(units, x.dtype), bias)
     return run(x, units, bias, choose(x.shape[0], units.rows))
-
-
-def check(units: Units, dtype: torch.dtype) -> bool:
-    """Compile every kernel that this weight will need, and see whether each gives what it must.
-
-    Once for each shape, before graphs are captured: what a compiler makes of these kernels is
-    known for the versions that they were tried with.
-    """
-    weight = dequantize(units, dtype).float()
-    for tokens in (16, 32, 64, 128):
-        x = torch.randn(tokens, units.columns, device=weight.device).to(dtype)
-        expected = x.float() @ weight.t()
-        try:
-            found = matmul(x, units, None).float()
-        except RuntimeError:  # the driver refuses the launch
-            return False
-        if not bool((found - expected).norm() <= 0.01 * expected.norm()):
-            return False
-    return True
