@@ -79,9 +79,7 @@ def _unpack_all(
     from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 
     w13, w2 = (method.dequantize_all(layer, group) for group in ("w13", "w2"))
-    biases = [getattr(layer, f"{group}_bias", None) for group in ("w13", "w2")]
-    if biases[1] is not None and method.parts["w2"].rank > 0:
-        biases[1] = torch.zeros_like(biases[1])
+    biases = [method.bias(layer, group) for group in ("w13", "w2")]
     product: torch.Tensor = fused_experts(
         x,
         w13,
