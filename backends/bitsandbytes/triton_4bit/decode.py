@@ -150,7 +150,11 @@ def decode_word(word, opened, scale, DTYPE: tl.constexpr, SCALED: tl.constexpr,
 @triton.jit
 def decode_units(words, opened, scale, WORDS: tl.constexpr, DTYPE: tl.constexpr,
                  SCALED: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
-    """The matrix [64 groups, units * 16 WORDS] of words loaded for [units, groups, 128]."""
+    """The matrix [64 groups, units * 16 WORDS] of words loaded for [units, groups, 128].
+
+    Names each register's place in it and moves nothing: the layout that comes out is that of the
+    matrix unit's operand, so the compiler has no exchange to insert.
+    """
     a = decode_word(words[0], opened, scale, DTYPE, SCALED, DECODE)
     b = decode_word(words[1], opened, scale, DTYPE, SCALED, DECODE)
     values = tl.join(a, b)
@@ -168,7 +172,11 @@ def decode_units(words, opened, scale, WORDS: tl.constexpr, DTYPE: tl.constexpr,
 def load_units(words, scales, group, unit, on, units, WORDS: tl.constexpr,
                PER_SCALE: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr,
                DECODE: tl.constexpr):  # fmt: skip
-    """Words and scales of units [n] in row groups [m]: four words, two scales."""
+    """Words and scales of units [n] in row groups [m]: four words, two scales.
+
+    ``SCALED``: each thread's own two scales, in 16 bits, twice in a register. Otherwise one for
+    each row of the result, float32, for the product of units that share it.
+    """
     thread = tl.arange(0, 128)
     at = (group[None, :, None] * units + unit[:, None, None]) * 128 + thread[None, None, :]
     blocks = units // PER_SCALE
@@ -190,6 +198,7 @@ def load_units(words, scales, group, unit, on, units, WORDS: tl.constexpr,
 
 @triton.jit
 def unpack_word(word, upper, lower, t, u, DTYPE: tl.constexpr):
+    """Pairs of a word a thread, [128] as [128, h, r], scaled in float32 and rounded once."""
     A: tl.constexpr = UNPACK_BF16 if DTYPE == tl.bfloat16 else UNPACK_FP16
     a, b, c, d = tl.inline_asm_elementwise(
         A, UNPACK_IN,

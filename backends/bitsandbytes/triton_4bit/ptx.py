@@ -1,7 +1,12 @@
 """The PTX inside the Triton kernels: look-ups of codes, and loads that stay where they are put.
 
-Every block works on one value of a thread, so that it is right for any layout that the compiler
-chooses. Text only; ``decode`` calls it.
+Triton can neither keep a table in shared memory nor permute bytes, and decoding by what it has
+(loads through the cache, or selects) takes longer than the whole product may. Every block works
+on one word of a thread: given several, Triton hands over neighbouring registers of whatever
+layout it chose, not neighbouring elements. Text only; ``decode`` calls it.
+
+A pair is two 16-bit values in one register, the first in the lower half, as the matrix unit wants
+them. The upper code of a byte is the first.
 """
 
 from __future__ import annotations
@@ -13,18 +18,22 @@ import triton.language as tl
 LOOK_UP: tl.constexpr = tl.constexpr(0)
 """Plain loads from the table of 16 values; slow, for the interpreter."""
 PERMUTE: tl.constexpr = tl.constexpr(1)
-"""Byte permutes in registers."""
+"""Byte permutes in registers: more arithmetic, no shared memory."""
 TABLE: tl.constexpr = tl.constexpr(2)
-"""Two codes at a time, from a table of 256 pairs in shared memory."""
+"""Two codes at a time, from a table of 256 pairs in shared memory: three instructions a byte."""
 TABLE_BYTES = 32768
+"""256 pairs of 4 bytes, 32 times."""
 
 
 def _fill_asm(warps: int) -> str:
     """Declare the table, fill it from the halfwords in $1 to $8, wait; give four times the lane.
 
-    Entry ``byte`` is the pair of values of its two codes, stored once for each of the 32 banks
-    so that lanes never meet. What is returned is needed by every look-up, which orders them
-    behind the barrier.
+    Entry ``byte`` is the pair of values of its two codes, stored once for each of the 32 banks:
+    codes are random, and lanes that met in a bank would wait for one another. The declaration
+    stands before the braces, so that later blocks of the kernel can name the table.
+
+    What is returned is needed by every look-up, and that alone keeps them behind the barrier:
+    they are pure to the compiler, which may move them, but not before what they depend on.
     """
     share = 64 // warps  # lower codes for which one thread writes entries
     values = [f"${i}" for i in range(1, 9)]
@@ -61,7 +70,12 @@ def _fill_asm(warps: int) -> str:
 
 
 def _table_asm(multiply: str) -> str:
-    """Four pairs of word $4 with table offset $5; scales, if any, in $6 and $7."""
+    """Four pairs of word $4 with table offset $5; scales, if any, in $6 and $7.
+
+    A lane's entry of a byte is at 128 byte + 4 lane: a shift brings the byte to bits 7 to 14, and
+    one three-way operation masks it and puts the lane below. Bytes take turns with rows g and
+    g + 8, hence with two scales.
+    """
     lines = ["{ .reg .b32 at, base; mov.u32 base, oot_quant_pairs;"]
     for byte, shift in enumerate(("shl.b32 at, $4, 7;", "shr.b32 at, $4, 1;",
                                   "shr.b32 at, $4, 9;", "shr.b32 at, $4, 17;")):  # fmt: skip
@@ -76,7 +90,13 @@ def _table_asm(multiply: str) -> str:
 
 
 def _permute_lines(word: str, tables: list[str], names: list[str]) -> list[str]:
-    """Four pairs of a word into registers ``names``, by byte planes in eight registers."""
+    """Four pairs of a word into registers ``names``, by byte planes in eight registers.
+
+    A permute looks up four codes at once, but of 8 bytes only and one byte wide. So the values'
+    upper and lower bytes are looked up apart, in planes; each among the first 8 and the last 8,
+    by a code's lower three bits; and its top bit, moved to where a selector has the bit for the
+    second source, picks one of the two.
+    """
     lines = [
         f"and.b32 pick, {word}, 0x77777777; shr.u32 side, {word}, 1;",
         "lop3.b32 side, side, 0x44444444, 0x32103210, 0xEA;",
@@ -90,7 +110,7 @@ def _permute_lines(word: str, tables: list[str], names: list[str]) -> list[str]:
                 f"prmt.b32 b, {plane[2]}, {plane[3]}, pick;",
                 f"prmt.b32 {name}, a, b, side;",
             ]
-        # Of a byte's two codes the upper is the first value, hence the lower halfword.
+        # Bytes and codes run the other way round: the upper code is the lower halfword.
         lines += [
             f"prmt.b32 {names[2 * half]}, low, high, 0x4051;",
             f"prmt.b32 {names[2 * half + 1]}, low, high, 0x6273;",
@@ -108,7 +128,11 @@ def _permute_asm(multiply: str) -> str:
 
 
 def _unpack_asm(kind: str) -> str:
-    """Four pairs of word $4, rounded once: scales $5 and $6, values $7 on, their rest $15 on."""
+    """Four pairs of word $4, rounded once: scales $5 and $6, values $7 on, their rest $15 on.
+
+    A 16-bit value would be rounded before its product with the scale is. With the rest that this
+    rounding leaves, itself in 16 bits, their sum in float32 is the value to 16 bits or more.
+    """
     names, rests = [f"pair{i}" for i in range(4)], [f"rest{i}" for i in range(4)]
     lines = [
         "{ .reg .b32 pick, side, a, b, high, low, pair<4>, rest<4>; .reg .f32 f<4>; .reg .b16 h<4>;"
@@ -161,8 +185,10 @@ UNPACK_IN: tl.constexpr = tl.constexpr("=r,=r,=r,=r,r,f,f," + ",".join(["r"] * 1
 def _load_asm(body: str, results: int, suffix: str = "") -> tl.constexpr:
     """A load at address $n, unless $n+1 is zero, that stays before the next barrier.
 
-    A weak load would be moved down to where its result is used, which is a step later. Without
-    the load the results are undefined, and nobody reads them.
+    The assembler moves a plain load down to where its result is used, which is a step later, and
+    the step would wait for memory; it does not move a relaxed one, which costs no more. Weights
+    are read once, so they leave the L1 cache to activations. Without the load the results are
+    undefined, and nobody reads them.
     """
     return tl.constexpr(
         f"{{ .reg .pred on; .reg .f32 s; setp.ne.b32 on, ${results + 1}, 0; @on {body} {suffix}}}"
