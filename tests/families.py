@@ -110,8 +110,9 @@ def gpt_neox() -> GPTNeoXConfig:
 
 @family
 def falcon() -> FalconConfig:
-    """One key head (multi-query), q, k and v fused on disk."""
-    return FalconConfig(**SIZES, multi_query=True, new_decoder_architecture=False)
+    """One key head (multi-query), q, k and v fused on disk, and an odd number of heads."""
+    sizes = {**SIZES, "hidden_size": 320, "num_attention_heads": 5}
+    return FalconConfig(**sizes, multi_query=True, new_decoder_architecture=False)
 
 
 @family

@@ -73,6 +73,11 @@ def refuse_packed(architectures: Iterable[str], modules: Iterable[str]) -> None:
                 )
 
 
+def moved_rows(architectures: Iterable[str]) -> tuple[str, ...]:
+    """The last parts of the names of modules whose rows models of these architectures sort."""
+    return tuple(name for architecture in architectures for name in MOVED.get(architecture, ()))
+
+
 def _limits_of_one(architecture: str) -> tuple[Limit, ...]:
     limits = LIMITS.get(architecture, ())
     without, former = FORMER.get(architecture, ("0", ()))
@@ -181,3 +186,6 @@ FORMER: Mapping[str, tuple[str, tuple[Limit, ...]]] = {
     "GPTNeoXForCausalLM": ("0.32", (Limit(Reason.REORDERS, ("query_key_value",)),)),
 }
 """Limits of classes in older releases of vLLM, with the first release that is without them."""
+
+MOVED: Mapping[str, tuple[str, ...]] = {"FalconForCausalLM": ("query_key_value",)}
+"""Modules whose rows a class sorts in whole rows: packed ones survive it (``rows.py``)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from oot_quant.vllm_glue.architectures import (
     Limit,
     architectures_of,
     limits_of,
+    moved_rows,
     refuse_packed,
     stays_plain,
 )
@@ -49,6 +51,7 @@ from oot_quant.vllm_glue.names import (
 )
 from oot_quant.vllm_glue.pickled import with_pickled_tensors
 from oot_quant.vllm_glue.rivals import refuse_rivals
+from oot_quant.vllm_glue.rows import RowKeeper
 from oot_quant.vllm_glue.unpacking import Claims, Unpacker, UnpackingMapper
 
 if TYPE_CHECKING:
@@ -82,6 +85,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.quantizes_head = False
         self.is_tied = False
         self.limits: tuple[Limit, ...] = ()
+        self.moved: tuple[str, ...] = ()
         self.stored_modules: set[str] = set()
         self._consolidated: list[str] = []
         self._saved: dict[str, dict[str, StoredTensor]] | None = None
@@ -165,9 +169,13 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self._claims.rename(lambda name: _new_name(hf_to_vllm_mapper, name))
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """What stored tensors are called in vLLM; unpacks those that no layer takes packed."""
-        unpacker = Unpacker(self, self._claims, self._read_formats)
-        return UnpackingMapper(unpacker=unpacker) | self.name_mapper()
+        """What stored tensors are called in vLLM; those that no layer takes so are converted."""
+        unpacker, names = Unpacker(self, self._claims, self._read_formats), self.name_mapper()
+        sorts = {
+            n: f for n, f in self._claims.formats.items() if n.rpartition(".")[2] in self.moved
+        }
+        keeper = RowKeeper(self.method, sorts, unpacker.shape_of, partial(_renamed_tensor, names))
+        return UnpackingMapper(unpacker=lambda stream: keeper(unpacker(stream))) | names
 
     def name_mapper(self) -> WeightsMapper:
         """What stored tensors are called in vLLM."""
@@ -288,6 +296,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         config = hf_config.to_dict() if hasattr(hf_config, "to_dict") else stored
         architectures = architectures_of(config)
         self.limits = limits_of(architectures)
+        self.moved = moved_rows(architectures)
         refuse_packed(architectures, self.formats)
 
     def _stays_plain(self, prefix: str) -> bool:
@@ -396,7 +405,12 @@ def _renamed(mapper: WeightsMapper, items: Iterable[tuple[str, Any]]) -> Iterabl
 
 
 def _new_name(mapper: WeightsMapper, module: str) -> str | None:
+    new = _renamed_tensor(mapper, f"{module}.weight")
+    return None if new is None else new.removesuffix(".weight")
+
+
+def _renamed_tensor(mapper: WeightsMapper, name: str) -> str | None:
     # vLLM 0.28 to 0.30 call it _map_name.
     rename = getattr(mapper, "map_name", None) or mapper._map_name  # noqa: SLF001
-    new: str | None = rename(f"{module}.weight")
-    return None if new is None else new.removesuffix(".weight")
+    new: str | None = rename(name)
+    return new

@@ -133,11 +133,14 @@ def load_plain_weight(layer: LinearBase) -> Callable[..., None]:
 def to_matrix(items: torch.Tensor, layout: Runs, site: Site, size: int) -> torch.Tensor:
     """Flat stored items as a matrix with ``size`` weights for each item.
 
-    items: any shape, in the order of the file. Returns [rows, items in a row]; a view where
-    no item has to be repeated.
+    items: any shape, in the order of the file, or such a matrix already. Returns [rows, items
+    in a row]; a view where no item has to be repeated.
 
     Raises WeightMismatch if the count is not that of the whole matrix.
     """
+    width = items_per_row(layout, site.columns, size)
+    if items.shape == (site.rows, width):
+        return items
     expected = stored_items(layout, site.rows, site.columns)
     if items.numel() != expected:
         raise WeightMismatch(
@@ -151,7 +154,7 @@ def to_matrix(items: torch.Tensor, layout: Runs, site: Site, size: int) -> torch
     if not is_plain_view(layout, site.columns, size):
         first = torch.arange(0, site.rows * site.columns, size, device=flat.device)
         flat = flat.view(-1, layout.elements)[first // layout.weights]
-    return flat.reshape(site.rows, items_per_row(layout, site.columns, size))
+    return flat.reshape(site.rows, width)
 
 
 def stored_rows(layer: LinearBase, shard_id: ShardId) -> int:

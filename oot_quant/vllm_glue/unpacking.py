@@ -175,13 +175,17 @@ class Unpacker:
             )
         self._notify(extra)
 
+    def shape_of(self, module: str) -> tuple[int, int]:
+        """Rows and columns of a module's weight, by its stored name."""
+        return self.packed(module).shape
+
     def _packed(self, module: str) -> Packed:
         summary = self._summary(self.claims.formats[module])
         if summary.shape is None:
             summary = self._summary(self.read_again().get(module, self.claims.formats[module]))
         if summary.shape is None:
             raise UnsupportedFormat(
-                "vLLM's layer for a quantized module takes plain weights, and the module's shape "
+                "vLLM does not take a quantized module as it is stored, and the module's shape "
                 "is not known",
                 where=module,
                 needed="the checkpoint's files on this machine, whose quant states tell it",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from oot_quant.vllm_glue.architectures import LIMITS, Limit, Reason
+from oot_quant.vllm_glue.architectures import LIMITS, MOVED, Limit, Reason
 from oot_quant.vllm_glue.compat import NEWEST_TESTED, installed_version
 from tests.vllm_glue.registry_walk import Sources, sites
 
@@ -184,7 +184,7 @@ HARMLESS = {
     "only with more ranks than key heads, and the layer refuses what does not fit": """
         models.inkling.nvidia.model._load_inkling_weights
     """,
-    "whole rows move as whole bytes (tests/vllm/test_families.py)": """
+    "whole rows move, with their scales (tests/vllm_glue/test_rows.py)": """
         falcon.FalconModel.load_weights
     """,
     "a transposed matrix is turned back (tests/vllm/test_families.py)": """
@@ -267,6 +267,10 @@ def test_the_table_names_exactly_the_architectures_that_come_to_such_a_place(pla
         for architecture in architectures if limit else ():
             found.setdefault(architecture, set()).add(limit)
     assert {name: set(limits) for name, limits in LIMITS.items()} == found
+
+
+def test_the_other_table_names_those_whose_rows_move(places):
+    assert places["falcon.FalconModel.load_weights"] == set(MOVED)
 
 
 def test_every_entry_is_an_architecture_of_vllms_list(places):
