@@ -107,16 +107,21 @@ def build_linear(  # noqa: PLR0913 - what a layer of vLLM takes
 
 
 def load_stored(
-    layer: linear.LinearBase, config: PluginConfig, tensors: Iterable[tuple[str, torch.Tensor]]
+    layer: linear.LinearBase,
+    config: PluginConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    prefix: str | None = None,
 ) -> None:
     """Give a layer its stored tensors, in the order given, as a model of vLLM would.
 
     tensors: names as in the checkpoint, of the layer itself or of the matrices it merges;
-    those of other modules are left out.
+    those of other modules are left out. prefix: the layer's name; output heads that are not
+    quantized do not keep theirs up to vLLM 0.30.
     """
-    members = config.members(layer.prefix)
+    prefix = layer.prefix if prefix is None else prefix
+    members = config.members(prefix)
     shards = _shards(layer) if len(members) > 1 else (None,)
-    shard_of: dict[str, Any] = {**dict(zip(members, shards, strict=True)), layer.prefix: None}
+    shard_of: dict[str, Any] = {**dict(zip(members, shards, strict=True)), prefix: None}
     for name, tensor in config.name_mapper().apply(tensors):
         module, _, parameter_name = name.rpartition(".")
         if module in shard_of:

@@ -38,7 +38,7 @@ def build(folder, tensors, *, rank=0, ranks=1, tied=False, options=None):
         head = ParallelLMHead(
             VOCABULARY, HIDDEN, params_dtype=torch.float32, quant_config=config, prefix=HEAD
         )
-        load_stored(head, config, tensors.items())
+        load_stored(head, config, tensors.items(), HEAD)
         finish_loading(head)
         if not isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             process(head)
