@@ -36,16 +36,26 @@ from .ptx import (
 
 
 @triton.jit
+def everywhere(condition, like):
+    """A scalar condition, zero or not, as a mask for pointers ``like``.
+
+    Triton 3.9's interpreter takes no comparison of scalars for a mask.
+    """
+    return (tl.zeros(like.shape, tl.int32) + condition) != 0
+
+
+@triton.jit
 def load_words(at, on, WORDS: tl.constexpr, DECODE: tl.constexpr):
     """Words of each thread, at word pointers [.., 128], straight to registers if ``on``.
 
     Always four; where a thread has two, they come twice.
     """
     if DECODE == LOOK_UP:
-        a, b = tl.load(at, on != 0, 0), tl.load(at + 1, on != 0, 0)
+        mask = everywhere(on, at)
+        a, b = tl.load(at, mask, 0), tl.load(at + 1, mask, 0)
         c, d = a, b
         if WORDS == 4:
-            c, d = tl.load(at + 2, on != 0, 0), tl.load(at + 3, on != 0, 0)
+            c, d = tl.load(at + 2, mask, 0), tl.load(at + 3, mask, 0)
     elif WORDS == 2:
         a, b = tl.inline_asm_elementwise(
             LOAD_2, "=r,=r,l,r", [at.to(tl.int64), on], (tl.int32, tl.int32), False, 1
@@ -62,7 +72,7 @@ def load_words(at, on, WORDS: tl.constexpr, DECODE: tl.constexpr):
 def load_scale(at, on, DTYPE: tl.constexpr, TWICE: tl.constexpr, DECODE: tl.constexpr):
     """Scales at float32 pointers; ``TWICE`` as the two halves of an int32, rounded to DTYPE."""
     if DECODE == LOOK_UP:
-        scale = tl.load(at, on != 0, 0.0)
+        scale = tl.load(at, everywhere(on, at), 0.0)
     elif not TWICE:
         scale = tl.inline_asm_elementwise(
             LOAD_SCALE, "=r,l,r", [at.to(tl.int64), on], tl.float32, True, 1

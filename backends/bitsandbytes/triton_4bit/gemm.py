@@ -13,7 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .decode import decode_units, load_units, load_words, open_table, unpack_word
+from .decode import (
+    decode_units,
+    everywhere,
+    load_units,
+    load_words,
+    open_table,
+    unpack_word,
+)
 from .ptx import LOOK_UP, PERMUTE, TABLE, TABLE_BYTES
 from .units import INTERPRETED, ROWS, Units
 
@@ -108,12 +115,12 @@ def gemm_kernel(
             acc = tl.zeros((64 * GROUPS, BM), tl.float32)
             for other in range(0, split, 4):
                 for i in tl.static_range(4):
-                    acc += tl.load(at_part + (other + i) * SIZE, other + i < split, 0.0,
-                                   cache_modifier=".cg")  # fmt: skip
+                    mask = everywhere((other + i < split).to(tl.int32), at_part)
+                    acc += tl.load(at_part + (other + i) * SIZE, mask, 0.0, cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if last:
         row = tile // tiles_m * 64 * GROUPS + rows
-        acc += tl.load(bias + row, (row < N) & (has_bias != 0), 0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + row, row < N * has_bias, 0.0).to(tl.float32)[:, None]
         keep = (row[:, None] < N) & (tokens[None, :] < M)
         tl.store(out + tokens[None, :] * N + row[:, None], acc.to(DTYPE), keep)
 
