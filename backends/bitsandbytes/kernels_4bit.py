@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from oot_quant.errors import UnsupportedFormat
 
+from . import cpu_4bit
 from .formats import BLOCKSIZES, QUANT_TYPES
 from .product_4bit import trouble
 from .triton_4bit.units import columns_of, new_counters, reorder, restore, supported
@@ -199,6 +200,23 @@ class TritonGemm(Kernel):
         return unpack(*restore(packed.weight, packed.absmax, self.rows), packed.quant_map)
 
 
+@dataclass(frozen=True)
+class Avx512(Kernel):
+    """Our own AVX-512 kernel, which needs nothing newer; computes in float32."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Packed,
+        bias: torch.Tensor | None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out: torch.Tensor = cpu_4bit.product(
+            x, packed.weight, packed.absmax, packed.quant_map, bias
+        )
+        return out
+
+
 def choose(packed: Packed, dtype: torch.dtype) -> Kernel:
     """The kernel for a layer's part on this rank, computing in ``dtype``."""
     rows, columns = packed.shape
@@ -216,6 +234,8 @@ def choose(packed: Packed, dtype: torch.dtype) -> Kernel:
 def _without_preparing(blocksize: int, quant_type: str | None, device: torch.device) -> Kernel:
     """The kernel for a weight that is kept as it is stored."""
     is_cpu = device.type == "cpu"
+    if is_cpu and blocksize % cpu_4bit.COLUMNS == 0 and cpu_4bit.available():
+        return Avx512()
     if blocksize not in BLOCKSIZES or quant_type is None:
         return Kernel()
     repeat = max(1, blocksize // LONGEST_CPU_BLOCK) if is_cpu else 1

@@ -73,6 +73,10 @@ def test_every_room_in_the_wheel_is_typed(wheel: zipfile.ZipFile, package: str) 
     assert f"{package}/py.typed" in wheel.namelist()
 
 
+def test_the_wheel_carries_what_is_compiled_on_the_users_machine(wheel: zipfile.ZipFile) -> None:
+    assert "oot_quant_backends/bitsandbytes/cpu_4bit.c" in wheel.namelist()
+
+
 def test_nothing_else_reaches_site_packages(wheel: zipfile.ZipFile) -> None:
     metadata = f"oot_quant-{oot_quant.__version__}.dist-info"
     assert {name.split("/")[0] for name in wheel.namelist()} == {*ROOMS.values(), metadata}

@@ -32,8 +32,16 @@ def chosen(dtype=torch.bfloat16, rows=ROWS, columns=COLUMNS, blocksize=64, scale
     return choose(Packed(weight, absmax, table), dtype)
 
 
+@pytest.fixture
+def without_compiler(monkeypatch):
+    """As on a machine where our own CPU kernel cannot be built."""
+    monkeypatch.setattr(kernels.cpu_4bit, "available", lambda: False)
+
+
 @pytest.mark.parametrize("available", [True, False])
-def test_the_avx512_kernel_is_used_where_the_processor_has_it(monkeypatch, available):
+def test_the_avx512_kernel_is_used_where_the_processor_has_it(
+    monkeypatch, available, without_compiler
+):
     monkeypatch.setattr(bnb, "has_avx512bf16", lambda: available)
     wanted = PackedCpu if available else Gemm4bit
     assert type(chosen()) is wanted
@@ -42,12 +50,12 @@ def test_the_avx512_kernel_is_used_where_the_processor_has_it(monkeypatch, avail
     assert type(chosen(rows=ROWS + 1)) is Gemm4bit
 
 
-def test_what_the_library_has_no_kernel_for_goes_to_the_reference():
+def test_what_the_library_has_no_kernel_for_goes_to_the_reference(without_compiler):
     assert type(chosen(blocksize=16)) is Kernel
     assert type(chosen(scale=0.5)) is Kernel
 
 
-def test_long_blocks_are_shortened_on_the_cpu_without_changing_a_value():
+def test_long_blocks_are_shortened_on_the_cpu_without_changing_a_value(without_compiler):
     kernel = Gemm4bit("nf4", 1024, repeat=4)
     absmax = torch.tensor([[1.0, 2.0]])
     prepared = kernel.prepare(packed()._replace(absmax=absmax))
