@@ -59,12 +59,15 @@ class Cpu:
     def __call__(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         units = getattr(layer, SCALE)
-        out = torch.ops.aten._weight_int8pack_mm(rows, layer.weight, units)  # noqa: SLF001
+        out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(rows, layer.weight, units)  # noqa: SLF001
         return out.view(*x.shape[:-1], -1)
 
 
-def choose(rows: int, columns: int, dtype: torch.dtype) -> Kernel:
-    """The kernel for a weight on this rank: vLLM's or PyTorch's own, where they have one."""
+def choose(rows: int, columns: int, dtype: torch.dtype, *, keeps_rows: bool = False) -> Kernel:
+    """The kernel for a weight on this rank: vLLM's or PyTorch's own, where they have one.
+
+    Those of vLLM, which have orders of their own, are not for a weight that ``keeps_rows``.
+    """
     if current_platform.is_cpu() and dtype == torch.bfloat16 and columns % Cpu.VECTOR == 0:
         return Cpu()
-    return WeightOnlyInt8.choose(rows, columns, dtype) or Plain()
+    return (None if keeps_rows else WeightOnlyInt8.choose(rows, columns, dtype)) or Plain()

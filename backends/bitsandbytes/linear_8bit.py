@@ -30,21 +30,26 @@ ROWS_AT_ONCE = 1024
 
 
 class EightBitLinearMethod(QuantizedLinearMethod):
-    """The final form and computing with it."""
+    """The final form and computing with it.
+
+    ``keeps_rows``: the weight stays plain rows of int8 on a GPU too, as vLLM's kernels for routed
+    experts want it.
+    """
 
     kernel: Kernel
+    keeps_rows = False
 
     def final(
         self, layer: LinearBase, weight: torch.Tensor, scb: torch.Tensor
     ) -> Mapping[str, torch.Tensor]:
         """Choose the kernel, and give it the parameters in the form that it wants."""
         rows, columns = weight.shape
-        self.kernel = choose(rows, columns, self.dtype)
+        self.kernel = choose(rows, columns, self.dtype, keeps_rows=self.keeps_rows)
         return {**self.kernel.prepare(layer, weight), "weight_scb": scb}
 
     def adopt(self, layer: LinearBase, final: Mapping[str, torch.Tensor]) -> None:
         scb, columns = final["weight_scb"], self.shape.rank_columns
-        self.kernel = choose(len(scb), columns, self.dtype)
+        self.kernel = choose(len(scb), columns, self.dtype, keeps_rows=self.keeps_rows)
         # A kernel of vLLM finds out what it needs while it prepares a weight; any will do.
         zeros = torch.zeros(len(scb), columns, dtype=torch.int8, device=scb.device)
         example = self.kernel.prepare(layer, zeros)

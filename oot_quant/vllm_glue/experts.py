@@ -42,17 +42,28 @@ from oot_quant.vllm_glue.params import LayerShape
 from oot_quant.vllm_glue.routed import route_and_multiply
 
 if TYPE_CHECKING:
+    from oot_quant.vllm_glue.grouped import Int8Rows, PackedKernel
+
+    Methods = Mapping[str, QuantizedLinearMethod]
     LinearMethodOf = Callable[[LinearRequest], QuantizedLinearMethod | None]
+    KernelOf = Callable[[Methods, Any], PackedKernel | Int8Rows | None]
 
 MODULE = ".routed_experts"
 """What vLLM puts between a layer's name and its parameters'."""
 DOWN_NAMES = ("down_proj", "w2", "linear_2")
 
 
-def experts_method(request: MoeRequest, linear_method: LinearMethodOf) -> ExpertsMethod | None:
+def _unpack_all(methods: Methods, layer: Any) -> None:
+    """No kernel for packed experts."""
+
+
+def experts_method(
+    request: MoeRequest, linear_method: LinearMethodOf, kernel_of: KernelOf = _unpack_all
+) -> ExpertsMethod | None:
     """The method for a layer of experts, from those that linear layers of its kind would get.
 
-    None if both would stay as they are stored.
+    None if both would stay as they are stored. ``kernel_of`` gives a finished layer on a GPU its
+    kernel, from the methods of its two weights; None unpacks all experts in every step.
 
     Raises UnsupportedFormat if only one of the two would.
     """
@@ -78,7 +89,7 @@ def experts_method(request: MoeRequest, linear_method: LinearMethodOf) -> Expert
             fix="use a checkpoint that treats them alike",
         )
     _refuse_lora(inside)
-    return ExpertsMethod(request.layer.moe_config, quantized, inside)
+    return ExpertsMethod(request.layer.moe_config, quantized, inside, kernel_of)
 
 
 class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
@@ -86,9 +97,9 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     supports_pre_processed_weights = True
 
-    def __init__(self, moe: Any, pair: Mapping[str, QuantizedLinearMethod], where: str) -> None:
+    def __init__(self, moe: Any, pair: Methods, where: str, kernel_of: KernelOf) -> None:
         super().__init__(moe)
-        self.pair, self.where = pair, where
+        self.pair, self.where, self.kernel_of = pair, where, kernel_of
         self.parts: dict[str, Part] = {}
 
     @property
@@ -140,6 +151,9 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 register(layer, f"{part.group}_{name}", value, weight_loader=leave_out)
             part.find_names(layer)
         setattr(layer, PROCESSED, True)
+        if self.moe_kernel is None and layer.w13_weight.device.type != "cpu":
+            # Once: what a reload brings ends in the tensors that this kernel and graphs know.
+            self._make_kernel(layer)
 
     def dequantize_expert(self, layer: Any, group: str, index: int) -> torch.Tensor:
         """One local expert's merged gate and up, or down, on this rank: [rows, columns]."""
@@ -160,6 +174,12 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         part = self.parts[group]
         elsewhere = part.splits_columns and part.rank > 0
         return None if elsewhere else getattr(layer, f"{group}_bias", None)
+
+    def _make_kernel(self, layer: Any) -> None:
+        from oot_quant.vllm_glue.grouped import make_kernel
+
+        self.moe_kernel = make_kernel(self, layer, self.kernel_of(self.pair, layer))
+        self.moe_quant_config = self.moe_kernel.fused_experts.quant_config
 
     def _create_biases(self, layer: Any, num_experts: int, attributes: Mapping[str, Any]) -> None:
         device = "meta" if self.uses_meta_device else None
@@ -193,7 +213,7 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     # ------------------------------------------------ computing
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        return None
+        return self.moe_quant_config
 
     def apply(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -204,7 +224,22 @@ class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return route_and_multiply(self, layer, x, topk_weights, topk_ids)
+        if self.moe_kernel is None:
+            return route_and_multiply(self, layer, x, topk_weights, topk_ids)
+        out: torch.Tensor = self.moe_kernel.apply(
+            hidden_states=x,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+        return out
 
     def multiply(self, layer: Any, group: str, index: int, x: torch.Tensor) -> torch.Tensor:
         """One expert's product, [tokens, rows], with its bias."""

@@ -1,22 +1,25 @@
-"""Computes with quantized experts: each token goes through the few that its router chose.
+"""Experts on the CPU: each token goes through the few that its router chose.
 
-On the CPU only those are unpacked, one after the other. Elsewhere nothing may depend on which
-they are (a CUDA graph is recorded once), so without a kernel of its own a layer is unpacked
-whole and multiplied by vLLM's.
+Only those are multiplied, one after the other, each by its linear methods. ``grouped`` has the
+GPU, where nothing may depend on which they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 from vllm.forward_context import get_forward_context
 
+from oot_quant.errors import UnsupportedFormat
+
 if TYPE_CHECKING:
     from oot_quant.vllm_glue.experts import ExpertsMethod
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 """Of gpt-oss, whose model class leaves them to the kernel."""
 
@@ -34,8 +37,6 @@ def route_and_multiply(
     experts over all ranks. Returns [tokens, hidden]; a part of the sum where ranks share the
     experts, or each expert.
     """
-    if x.device.type != "cpu":
-        return _unpack_all(method, layer, x, topk_weights, topk_ids)
     if torch.compiler.is_compiling():
         out: torch.Tensor = torch.ops.oot_quant.routed_experts(
             x, topk_weights, topk_ids, layer.layer_name
@@ -68,63 +69,52 @@ def _one_by_one(
     return out.to(x.dtype)
 
 
-def _unpack_all(
-    method: ExpertsMethod,
-    layer: Any,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    from vllm.model_executor.layers.fused_moe import fused_experts
-    from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
+def activation_of(layer: Any) -> Activation:
+    """What a layer does between an expert's two products, by vLLM's name of it.
 
-    w13, w2 = (method.dequantize_all(layer, group) for group in ("w13", "w2"))
-    biases = [method.bias(layer, group) for group in ("w13", "w2")]
-    product: torch.Tensor = fused_experts(
-        x,
-        w13,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation=layer.activation,
-        apply_router_weight_on_input=layer.apply_router_weight_on_input,
-        global_num_experts=layer.global_num_experts,
-        expert_map=layer.expert_map,
-        quant_config=biased_moe_quant_config(*biases) if biases[0] is not None else None,
-    )
-    return product
-
-
-def activation_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a layer does between an expert's two products, by vLLM's name of it."""
+    Raises UnsupportedFormat for one that is not known here.
+    """
     name = str(getattr(layer.activation, "value", layer.activation))
-    if name == "swigluoai":
-        return _swiglu_oai
-    function = ACTIVATIONS[name.removesuffix("_no_mul")]
-    if name.endswith("_no_mul"):
-        return function
     limit = getattr(layer, "swiglu_limit", None)
+    if name == "swigluoai":
+        return _interleaved
+    if name == "swigluoai_uninterleave":
+        alpha, beta = (getattr(layer, f"swiglu_{of}", None) for of in ("alpha", "beta"))
+        alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+        return partial(_gated, lambda x: x * torch.sigmoid(alpha * x), limit, beta)
+    function = ACTIVATIONS.get(name.removesuffix("_no_mul"))
+    if function is None:
+        raise UnsupportedFormat(
+            "this activation of routed experts is not supported on the CPU",
+            where=layer.layer_name,
+            found=name,
+            needed=f"one of {', '.join(ACTIVATIONS)}",
+            fix="serve the model on a GPU, or unquantized",
+        )
+    return function if name.endswith("_no_mul") else partial(_gated, function, limit, 0.0)
 
-    def gated(merged: torch.Tensor) -> torch.Tensor:
-        gate, up = merged.chunk(2, dim=-1)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return function(gate) * up
 
-    return gated
+def _gated(
+    function: Activation, limit: float | None, beta: float, merged: torch.Tensor
+) -> torch.Tensor:
+    """The first half through ``function``, times the second; both clamped before, if at all."""
+    gate, up = merged.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return function(gate) * (up + beta)
 
 
-def _swiglu_oai(merged: torch.Tensor) -> torch.Tensor:
+def _interleaved(merged: torch.Tensor) -> torch.Tensor:
     """Gate and up take turns in the rows. Source: vLLM's SwigluOAIAndMul."""
     gate, up = merged[..., ::2], merged[..., 1::2]
     gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
     return (up + 1) * gate * torch.sigmoid(gate * OAI_ALPHA)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu2": lambda x: functional.relu(x).square(),
 }
 

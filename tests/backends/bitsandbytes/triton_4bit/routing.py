@@ -28,7 +28,7 @@ def sort_pairs(
     return tuple(torch.tensor(v, dtype=torch.int32) for v in (pairs, owners, [filled]))
 
 
-def expected(  # noqa: PLR0913 - what a layer of experts takes
+def expected(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     ids: torch.Tensor,
