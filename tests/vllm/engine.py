@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+SERVED = "OOT_QUANT_TEST_MODEL"
+"""The variable by which a rank's process knows the model, before vLLM tells it anything."""
 TIMEOUT_SECONDS = 500
 
 
@@ -83,7 +85,11 @@ def run_engine(
     shared = ranks == 1 and not env and request["arguments"]["enforce_eager"]
     if shared:
         return _shared_worker().ask(request)
-    several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    several = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        SERVED: str(model),
+    }
     worker = Worker({**(several if ranks > 1 else {}), **(env or {})})
     try:
         return worker.ask(request)
@@ -238,3 +244,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and SERVED in os.environ:
+    # A rank, which starts with the imports of this script and without what its parent registered.
+    from tests.vllm import image_text
+
+    image_text.prepare(Path(os.environ[SERVED]))

@@ -63,6 +63,14 @@ def test_in_flight(shelf, image, family):
     check_with_image(run, reference, image)
 
 
+def test_two_ranks(shelf, image):
+    """The tower's widths are no multiples of a block, a rank's part of them even less."""
+    family = "gemma3_image_text"
+    folder = shelf.quantized(shelf.family(family), nested=True)
+    run = serve(folder, family, image, tensor_parallel_size=2)
+    check_with_image(run, folder, image)
+
+
 SPELLINGS = {
     "null": None,
     "empty": [],
