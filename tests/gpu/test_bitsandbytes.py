@@ -17,7 +17,8 @@ from oot_quant.testing.layers import (
     rank_weight,
     tensor_parallel,
 )
-from oot_quant_backends.bitsandbytes.kernels_4bit import Packed
+from oot_quant_backends.bitsandbytes.kernels_4bit import Gemm4bit, Kernel, TritonGemm
+from oot_quant_backends.bitsandbytes.linear_4bit import packed_of
 from oot_quant_backends.bitsandbytes.weights import quantize
 from tests.backends.bitsandbytes.stored import (
     pack,
@@ -69,11 +70,27 @@ def test_output_against_float64(tmp_path, quant_type, nested, dtype, columns, ra
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512, 1024, 2048, 4096])
 def test_every_block_size(tmp_path, blocksize):
     layer, weight = stored_layer(tmp_path, torch.bfloat16, 4096, blocksize=blocksize)
-    packed = Packed(layer.weight, layer.weight_absmax, layer.weight_quant_map)
-    assert torch.equal(layer.quant_method.kernel.dequantize(packed).cpu(), weight)
+    assert torch.equal(layer.quant_method.kernel.dequantize(packed_of(layer)).cpu(), weight)
     x = torch.randn(7, 4096, device="cuda", dtype=torch.bfloat16)
     reference = x.double() @ weight.cuda().double().t()
     assert error_of(layer.quant_method.apply(layer, x), reference) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "kernel"),
+    [
+        (torch.bfloat16, 1024, TritonGemm),
+        (torch.float16, 1024, TritonGemm),
+        (torch.float32, 1024, Gemm4bit),
+        (torch.bfloat16, 100, Kernel),
+    ],
+    ids=str,
+)
+def test_which_kernel_serves_a_layer(tmp_path, dtype, columns, kernel):
+    layer, _ = stored_layer(tmp_path, dtype, columns)
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    wanted = Gemm4bit if kernel is TritonGemm and not hopper else kernel
+    assert type(layer.quant_method.kernel) is wanted
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
