@@ -12,6 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
+from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
 if TYPE_CHECKING:
     from oot_quant.vllm_glue.config import PluginConfig
@@ -31,8 +32,11 @@ def build_experts(  # noqa: PLR0913 - what a layer of vLLM takes
     """A layer of experts for one rank of several.
 
     sizes: experts, hidden size, inner size, over all ranks. arguments: for vLLM's factory.
-    Nothing may communicate: call ``layer.quant_method.apply``, not the layer.
+    Nothing may communicate: call ``layer.quant_method.apply``, not the layer. On a GPU, chosen as
+    torch's default device, with the workspaces that an engine would give its kernels.
     """
+    if torch.get_default_device().type != "cpu" and not is_workspace_manager_initialized():
+        init_workspace_manager(torch.get_default_device())
     count, hidden, inner = sizes
     whole = VllmConfig()
     whole.parallel_config.enable_expert_parallel = expert_parallel

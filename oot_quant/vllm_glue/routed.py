@@ -72,7 +72,8 @@ def _one_by_one(
 def activation_of(layer: Any) -> Activation:
     """What a layer does between an expert's two products, by vLLM's name of it.
 
-    Raises UnsupportedFormat for one that is not known here.
+    Raises UnsupportedFormat for one that is not known here. Those without a gate vLLM itself has
+    on GPUs alone.
     """
     name = str(getattr(layer.activation, "value", layer.activation))
     limit = getattr(layer, "swiglu_limit", None)
@@ -82,7 +83,7 @@ def activation_of(layer: Any) -> Activation:
         alpha, beta = (getattr(layer, f"swiglu_{of}", None) for of in ("alpha", "beta"))
         alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         return partial(_gated, lambda x: x * torch.sigmoid(alpha * x), limit, beta)
-    function = ACTIVATIONS.get(name.removesuffix("_no_mul"))
+    function = ACTIVATIONS.get(name)
     if function is None:
         raise UnsupportedFormat(
             "this activation of routed experts is not supported on the CPU",
@@ -91,7 +92,7 @@ def activation_of(layer: Any) -> Activation:
             needed=f"one of {', '.join(ACTIVATIONS)}",
             fix="serve the model on a GPU, or unquantized",
         )
-    return function if name.endswith("_no_mul") else partial(_gated, function, limit, 0.0)
+    return partial(_gated, function, limit, 0.0)
 
 
 def _gated(

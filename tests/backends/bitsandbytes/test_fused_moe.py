@@ -23,6 +23,7 @@ from tests.backends.bitsandbytes.stored import (
     random_matrix,
     write_checkpoint,
 )
+from tests.backends.bitsandbytes.triton_4bit.routing import through_experts
 
 PREFIX = "model.layers.0.mlp.experts"
 SIZES = COUNT, HIDDEN, INNER = 4, 128, 192
@@ -166,6 +167,61 @@ def oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gpt-oss: https://arxiv.org/abs/2508.10925, with the limit and slope of its weights."""
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def clamped(limit, alpha, beta):
+    def activate(merged):
+        gate, up = merged.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+    return activate
+
+
+ACTIVATIONS = {
+    "silu": ({}, clamped(1e9, 1, 0)),
+    "silu-limit": ({"activation": "silu", "swiglu_limit": 0.5}, clamped(0.5, 1, 0)),
+    "oai": ({"activation": "swigluoai"}, lambda merged: oai(merged[::2], merged[1::2])),
+    "own-limits": (
+        {"activation": "swigluoai_uninterleave", "swiglu_limit": 0.7, "swiglu_alpha": 1.3,
+         "swiglu_beta": 0.5},
+        clamped(0.7, 1.3, 0.5),
+    ),
+    "gelu_tanh": ({"activation": "gelu_tanh"}, lambda merged: (
+        functional.gelu(merged.chunk(2)[0], approximate="tanh") * merged.chunk(2)[1])),
+    "relu2_no_mul": ({"activation": "relu2_no_mul", "ckpt_names": ("gate_proj", "down_proj", None)},
+                     lambda merged: merged.relu().square()),
+}  # fmt: skip
+
+
+def activated_layer(folder, name, options, dtype=torch.float32, **arguments):
+    """A layer with biases, in flight, and what it holds in float64; on torch's default device."""
+    arguments = {**ACTIVATIONS[name][0], **arguments}
+    gated = "ckpt_names" not in arguments
+    values = {n: m for n, m in matrices().items() if gated or not n.endswith("up_proj")}
+    tensors = {f"{n}.weight": matrix for n, matrix in values.items()}
+    tensors |= {f"{n}.bias": torch.randn(len(matrix)) for n, matrix in values.items()}
+    config = config_for("bitsandbytes", write_checkpoint(folder, tensors, None), options)
+    layer = build_experts(config, PREFIX, SIZES, has_bias=True, dtype=dtype, **arguments)
+    load_experts(layer, config, [(n, t.to(dtype)) for n, t in tensors.items()])
+    weights = [layer.quant_method.dequantize_all(layer, g).double() for g in ("w13", "w2")]
+    return layer, weights, (layer.w13_bias, layer.w2_bias)
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if not name.endswith("no_mul")])
+def test_every_activation_with_biases(tmp_path, name):
+    layer, weights, biases = activated_layer(tmp_path, name, {})
+    x, (shares, chosen) = torch.randn(5, HIDDEN), routing(5)
+    found = layer.quant_method.apply(layer, x, shares, chosen)
+    wanted = through_experts(x, weights, chosen, shares, biases, ACTIVATIONS[name][1])
+    assert error_of(found, wanted) < 1e-5
+
+
+def test_an_activation_that_is_not_known_is_refused(tmp_path):
+    arguments = {"activation": "swiglustep"}
+    layer, _, _ = activated_layer(tmp_path, "silu", {}, **arguments)
+    with pytest.raises(UnsupportedFormat, match="swiglustep"):
+        layer.quant_method.apply(layer, torch.randn(1, HIDDEN), *routing(1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -17,7 +17,7 @@ import torch
 
 from oot_quant_backends.bitsandbytes.triton_4bit import experts as kernels
 from oot_quant_backends.bitsandbytes.triton_4bit.units import reorder, value_tables
-from tests.backends.bitsandbytes.triton_4bit.routing import expected, silu_gated, sort_pairs
+from tests.backends.bitsandbytes.triton_4bit.routing import silu_gated, sort_pairs, through_experts
 
 MARK = "INTERPRETED "
 EXPERTS, HIDDEN, INNER = 3, 70, 64
@@ -59,7 +59,7 @@ def run(case: dict[str, Any]) -> float:
     out = torch.full((len(ids), HIDDEN), torch.nan)
     kernels.run(x, (gate_up, down), routing, shares, biases, activate, out)
     weights, activation = (plain_gate_up, plain_down), silu_gated if gated else torch.relu
-    reference = expected(x, weights, ids, shares, biases, activation, expert_map)
+    reference = through_experts(x, weights, ids, shares, biases, activation, expert_map)
     return float((out - reference).norm() / reference.norm())
 
 

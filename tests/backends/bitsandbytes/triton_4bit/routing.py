@@ -28,7 +28,7 @@ def sort_pairs(
     return tuple(torch.tensor(v, dtype=torch.int32) for v in (pairs, owners, [filled]))
 
 
-def expected(
+def through_experts(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     ids: torch.Tensor,
