@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from tests.families import GATED
@@ -75,6 +76,18 @@ def deepseek_v2() -> DeepseekV2Config:
         num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None,
         qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, n_group=1, topk_group=1,
         topk_method="greedy",
+    )  # fmt: skip
+
+
+@mixture
+def qwen3_next() -> Qwen3NextConfig:
+    """Linear attention, then full attention; a shared expert beside the others in both."""
+    return Qwen3NextConfig(
+        **GATED, head_dim=64, layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=64, linear_value_head_dim=64,
+        linear_num_key_heads=2, linear_num_value_heads=4,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+        shared_expert_intermediate_size=256,
     )  # fmt: skip
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.mixtures import packed_mixture, plain_mixture, upcycle
 from tests.models import dequantized_weights
 from tests.vllm.engine import run_engine
-from tests.vllm.oracle import Oracle, perplexity
-from tests.vllm.test_bitsandbytes import PLAIN_TEXT, PROMPTS, TEXT, check_against_oracle
+from tests.vllm.oracle import Oracle, agree, perplexity
+from tests.vllm.test_bitsandbytes import (
+    NEAR_TIE,
+    PLAIN_TEXT,
+    PROMPTS,
+    TEXT,
+    check_against_oracle,
+)
 from tests.vllm.test_features import write_adapter
 
 IN_FLIGHT = {"quantization": "bitsandbytes"}
@@ -51,6 +58,26 @@ def test_latent_attention_beside_experts_equals_plain_weights(shelf, kind):
     assert ours.code == theirs.code == 0, ours.log[-4000:]
     assert ours.tokens == theirs.tokens
     assert ours.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.001)
+
+
+def test_linear_attention_beside_experts_is_as_exact_as_plain_weights(shelf):
+    """In bfloat16, in which alone vLLM computes linear attention on the CPU.
+
+    vLLM's own error on the unpacked weights, against float32, is the measure.
+    """
+    plain = plain_mixture(shelf, "qwen3_next")
+    packed = packed_mixture(shelf, plain)
+    oracle = Oracle.unpacked(packed)
+    expected = torch.tensor(oracle.logprobs(TEXT))
+    errors = []
+    for folder, arguments in ((shelf.unpacked(packed), {}), (packed, {}), (plain, IN_FLIGHT)):
+        run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="bfloat16", **arguments)
+        assert run.code == 0, run.log[-4000:]
+        for prompt, tokens in zip(PROMPTS, run.tokens, strict=True):
+            assert agree(tokens, oracle.continue_greedily(prompt), 2 * NEAR_TIE["bfloat16"])
+        errors.append(float((torch.tensor(run.logprobs[0]) - expected).norm()))
+    unpacked, stored, in_flight = errors
+    assert max(stored, in_flight) < 1.2 * unpacked, errors
 
 
 @pytest.mark.parametrize(
