@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
+from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -308,6 +313,63 @@ def share_of(expert: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
     gate, up, down = (values[f"{PREFIX}.{expert}.{part}_proj"] for part in ("gate", "up", "down"))
     down = down.chunk(ranks, dim=1)[rank].contiguous()
     return gate.chunk(ranks)[rank], up.chunk(ranks)[rank], down
+
+
+class Mailbox(EplbCommunicator):
+    """Carries experts between ranks that are threads of this process."""
+
+    def __init__(self, rank: int, letters: dict[Any, Any], barrier: Barrier) -> None:
+        self.rank, self.letters, self.barrier = rank, letters, barrier
+        self.wanted: list[Any] = []
+
+    def add_send(self, tensors, dst_rank, expert_id):
+        self.letters[self.rank, dst_rank, expert_id] = [tensor.clone() for tensor in tensors]
+
+    def add_recv(self, tensors, src_rank, expert_id):
+        self.wanted.append((tensors, (src_rank, self.rank, expert_id)))
+
+    def execute(self):
+        self.barrier.wait()
+        for tensors, letter in self.wanted:
+            for tensor, value in zip(tensors, self.letters[letter], strict=True):
+                tensor.copy_(value)
+        self.barrier.wait()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "in-flight"])
+def test_a_load_balancer_moves_experts_between_ranks_exactly(tmp_path, kind):
+    """By vLLM's own function: what it is given is all that an expert is made of."""
+    tensors, _ = stored("nf4" if kind == "in-flight" else kind)
+    split = {"ranks": 2, "expert_parallel": True}
+    if kind == "in-flight":
+        layers = [in_flight(tmp_path, {}, rank=rank, **split) for rank in range(2)]
+    else:
+        layers = [serve(tmp_path, kind, tensors, rank=rank, **split) for rank in range(2)]
+    before, letters, barrier = held_by(layers), {}, Barrier(2, timeout=30)
+    old, new = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[3, 0, 1, 2]])
+
+    def rearrange(rank: int) -> None:
+        weights = list(layers[rank].get_expert_weights())
+        group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+        mailbox = Mailbox(rank, letters, barrier)
+        buffers = [torch.empty_like(weight) for weight in weights]
+        rearrange_expert_weights_inplace(old, new, [weights], buffers, group, mailbox)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rearrange, range(2)))
+    after = held_by(layers)
+    for place, expert in enumerate(new[0].tolist()):
+        for group in ("w13", "w2"):
+            assert torch.equal(after[place][group], before[expert][group])
+
+
+def held_by(layers: list[Any]) -> list[Weights]:
+    """Both weights of each expert, one rank's after the other's."""
+    return [
+        {g: layer.quant_method.dequantize_expert(layer, g, local) for g in ("w13", "w2")}
+        for layer in layers
+        for local in range(COUNT // len(layers))
+    ]
 
 
 def test_every_byte_is_written(tmp_path):
