@@ -30,7 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from oot_quant.checkpoint import Checkpoint, StoredTensor, read_checkpoint
-from oot_quant.errors import CheckpointIncomplete, CheckpointSurplus, UnsupportedFormat
+from oot_quant.errors import CheckpointSurplus, UnsupportedFormat
 from oot_quant.manager import backends
 from oot_quant.types import LinearRequest, MoeRequest
 from oot_quant.vllm_glue.architectures import (
@@ -42,10 +42,12 @@ from oot_quant.vllm_glue.architectures import (
     stays_plain,
 )
 from oot_quant.vllm_glue.heads import HEAD, becomes_scores, is_score_head
+from oot_quant.vllm_glue.missing import Namesakes, refuse_unnamed_members
 from oot_quant.vllm_glue.names import (
     accept_stored_names,
-    model_class_name,
     other_root,
+    renamed_module,
+    renamed_tensor,
     stacked_members,
     stored_group,
 )
@@ -89,8 +91,7 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
         self.stored_modules: set[str] = set()
         self._consolidated: list[str] = []
         self._saved: dict[str, dict[str, StoredTensor]] | None = None
-        self._seen: dict[str, set[bool]] = {}
-        self._unresolved: dict[str, str] = {}
+        self._namesakes = Namesakes()
         self._claims = Claims({})
         self._source: tuple[str, str | None] = ("", None)
 
@@ -162,19 +163,18 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Rename modules to where vLLM's model class puts them."""
-        self.formats = dict(_renamed(hf_to_vllm_mapper, self.formats.items()))
-        self.stored_modules = {
-            name for name, _ in _renamed(hf_to_vllm_mapper, _keyed(self.stored_modules))
-        }
-        self._claims.rename(lambda name: _new_name(hf_to_vllm_mapper, name))
+        rename = partial(renamed_module, hf_to_vllm_mapper)
+        formats = ((rename(name), form) for name, form in self.formats.items())
+        self.formats = {name: form for name, form in formats if name is not None}
+        self.stored_modules = set(filter(None, map(rename, self.stored_modules)))
+        self._claims.rename(rename)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """What stored tensors are called in vLLM; those that no layer takes so are converted."""
         unpacker, names = Unpacker(self, self._claims, self._read_formats), self.name_mapper()
-        sorts = {
-            n: f for n, f in self._claims.formats.items() if n.rpartition(".")[2] in self.moved
-        }
-        keeper = RowKeeper(self.method, sorts, unpacker.shape_of, partial(_renamed_tensor, names))
+        stored = self._claims.formats.items()
+        moved = {name: form for name, form in stored if name.rpartition(".")[2] in self.moved}
+        keeper = RowKeeper(self.method, moved, unpacker.shape_of, partial(renamed_tensor, names))
         return UnpackingMapper(unpacker=lambda stream: keeper(unpacker(stream))) | names
 
     def name_mapper(self) -> WeightsMapper:
@@ -330,19 +330,10 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             return
         self._adopt_root(prefix)
         members = self.members(prefix)
-        stored = any(name in self.stored_modules for name in (prefix, *members))
-        kind = re.sub(r"\d+", "*", prefix)
-        self._seen.setdefault(kind, set()).add(stored)
-        if not stored:
-            self._unresolved.setdefault(kind, prefix)
-            self._refuse_unnamed_members(layer, prefix)
-        if self._seen[kind] == {True, False}:
-            raise CheckpointIncomplete(
-                "the checkpoint has no weight for a layer",
-                where=self._unresolved[kind],
-                needed=", ".join(f"{name}.weight" for name in members),
-                fix="download or save the checkpoint again",
-            )
+        is_stored = not self.stored_modules.isdisjoint((prefix, *members))
+        if not is_stored:
+            refuse_unnamed_members(layer, prefix, self.formats, self.packed_modules_mapping)
+        self._namesakes.note(prefix, members, is_stored=is_stored)
 
     def _adopt_root(self, prefix: str) -> None:
         """Know the stored modules by vLLM's names too, if all of those begin otherwise."""
@@ -353,21 +344,6 @@ class PluginConfig(QuantizationConfig):  # type: ignore[misc]
             self.formats |= {renamed[n]: self.formats[n] for n in renamed if n in self.formats}
             self._claims.rename(renamed.get)
             return
-
-    def _refuse_unnamed_members(self, layer: LinearBase, prefix: str) -> None:
-        """Raise if nobody says which of the packed matrices beside it a layer merges."""
-        parent, _, name = prefix.rpartition(".")
-        beside = [module for module in self.formats if module.rpartition(".")[0] == parent]
-        if beside and len(getattr(layer, "output_sizes", ())) > 1:
-            entry = self.packed_modules_mapping.get(name, "no entry")
-            raise UnsupportedFormat(
-                "the model class does not say which stored matrices one of its layers merges",
-                where=prefix,
-                found=f"{model_class_name()}.packed_modules_mapping has {entry} for {name!r}; "
-                f"quantized beside it: {', '.join(beside)}",
-                needed="their names, which decide how the layer is quantized",
-                fix=f"correct the entry {name!r} in that class, or use a 16-bit checkpoint",
-            )
 
 
 def _by_module(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
@@ -390,27 +366,3 @@ def _modules(names: Iterable[str]) -> Iterable[str]:
         module, found, _ = name.partition(".weight")
         if found:
             yield module
-
-
-def _keyed(names: Iterable[str]) -> Iterable[tuple[str, None]]:
-    return ((name, None) for name in names)
-
-
-def _renamed(mapper: WeightsMapper, items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    """Module names as the mapper would rename their weight; those that it drops are left out."""
-    for name, value in items:
-        new = _new_name(mapper, name)
-        if new is not None:
-            yield new, value
-
-
-def _new_name(mapper: WeightsMapper, module: str) -> str | None:
-    new = _renamed_tensor(mapper, f"{module}.weight")
-    return None if new is None else new.removesuffix(".weight")
-
-
-def _renamed_tensor(mapper: WeightsMapper, name: str) -> str | None:
-    # vLLM 0.28 to 0.30 call it _map_name.
-    rename = getattr(mapper, "map_name", None) or mapper._map_name  # noqa: SLF001
-    new: str | None = rename(name)
-    return new

@@ -33,6 +33,20 @@ def accept_stored_names(layer: LinearBase, mapper: WeightsMapper) -> None:
     layer.load_weights = load_weights
 
 
+def renamed_tensor(mapper: WeightsMapper, name: str) -> str | None:
+    """What a mapper of vLLM calls a stored tensor; None if it drops it."""
+    # vLLM 0.28 to 0.30 call it _map_name.
+    rename = getattr(mapper, "map_name", None) or mapper._map_name  # noqa: SLF001
+    new: str | None = rename(name)
+    return new
+
+
+def renamed_module(mapper: WeightsMapper, module: str) -> str | None:
+    """What it would call a module, by its weight."""
+    new = renamed_tensor(mapper, f"{module}.weight")
+    return None if new is None else new.removesuffix(".weight")
+
+
 def stacked_members(prefix: str) -> tuple[str, ...]:
     """Names of the matrices that a layer merges, by its model's table of stacked weights.
 
