@@ -12,7 +12,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 ROOMS := build/rooms
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu test-matrix lint docs clean
+.PHONY: help setup demo test test-fast test-gpu test-matrix bench-cpu bench-gpu lint docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,6 +35,19 @@ test-gpu: setup  ## the tests that need a GPU
 
 test-matrix:  ## engine tests on every supported vLLM and bitsandbytes; MATRIX="--vllm 0.28.0" for one
 	@$(PYTHON) -m tools.matrix $(MATRIX)
+
+bench-cpu: setup  ## speed on this CPU beside 16-bit and vllm-bnb-plugin; half an hour
+	@$(BIN)/python -m pip install --quiet matplotlib
+	@$(BIN)/python -m benchmarks.engine --eager --served 16-bit plugin-nf4 nf4 nf4-in-flight int8 \
+		--batches 1 8 --tokens 64 --prefill 512
+	@$(BIN)/python -m benchmarks.engine --eager --served 16-bit plugin-nf4 nf4 int8 \
+		--shape llama-1b --batches 1 8 --tokens 16 --prefill 256
+
+bench-gpu: setup  ## speed on this GPU: layers, experts, and an 8B model beside its rivals
+	@$(BIN)/python -m pip install --quiet matplotlib
+	@$(BIN)/python -m benchmarks.gemm
+	@$(BIN)/python -m benchmarks.experts
+	@$(BIN)/python -m benchmarks.engine --shape llama-8b --batches 1 4 16 64 256 --prompts 8
 
 lint: setup  ## code style, types, import layers, generated docs
 	@echo "lint: ruff" && $(BIN)/ruff check . && $(BIN)/ruff format --check .

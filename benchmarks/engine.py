@@ -59,14 +59,16 @@ SERVED: Mapping[str, Served] = {
 
 
 def main() -> None:
-    parser = arguments("engine")
+    parser = arguments("engine-SHAPE")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--served", nargs="+", choices=SERVED, default=list(SERVED))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128, help="decoded for each prompt")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a long prompt")
+    parser.add_argument("--prompts", type=int, default=1, help="long prompts at once")
     parser.add_argument("--eager", action="store_true", help="without compilation and graphs")
     parser.add_argument("--work", type=Path, default=WORK, help="where checkpoints are made")
+    parser.add_argument("--resume", action="store_true", help="keep what an earlier run measured")
     parser.add_argument("--one", help="for its own processes")
     options = parser.parse_args()
     if options.one:
@@ -75,13 +77,15 @@ def main() -> None:
         sys.stdout.flush()
         # What matters has been said; vLLM's threads sometimes abort in the interpreter's end.
         os._exit(0)
-    results = {}
+    kept = options.work / f"{options.shape}.json"
+    results = json.loads(kept.read_text()) if options.resume and kept.is_file() else {}
     for name in options.served:
         ready(options.work, options.shape, SERVED[name].form)
-        found = run(name, options)
-        if found:
+        if found := run(name, options):
             results[name] = found
-    write(options.folder, options.name, tables(options, results))
+            kept.write_text(json.dumps(results))
+    name = options.name.replace("SHAPE", options.shape)
+    write(options.folder, name, tables(options, results))
 
 
 def run(name: str, options: Namespace) -> dict[str, Any]:
@@ -132,6 +136,7 @@ def measure(served: Served, options: Namespace) -> dict[str, Any]:
         skip_tokenizer_init=True,
         max_model_len=max(options.prefill + 16, PROMPT + options.tokens + 16),
         max_num_seqs=max(options.batches),
+        max_num_batched_tokens=max(2048, options.prompts * options.prefill),
         enable_prefix_caching=False,
         enforce_eager=options.eager,
         compilation_config=None if options.eager else {"cudagraph_capture_sizes": options.batches},
@@ -158,7 +163,8 @@ def measure(served: Served, options: Namespace) -> dict[str, Any]:
         whole, first = seconds(batch, PROMPT, options.tokens), seconds(batch, PROMPT, 1)
         found["rate"][batch] = batch * options.tokens / whole
         found["step"][batch] = 1000 * (whole - first) / (options.tokens - 1)
-    found["prefill"] = options.prefill / seconds(1, options.prefill, 1)
+    read = options.prompts * options.prefill
+    found["prefill"] = read / seconds(options.prompts, options.prefill, 1)
     llm.llm_engine.engine_core.shutdown()
     return found
 
@@ -178,7 +184,7 @@ def tables(options: Namespace, results: Mapping[str, Any]) -> list[Table]:
         Table(f"{shape}: decoding", "tokens/s", ("batch",), names, rows("rate"), False),
         Table(f"{shape}: a step", "ms", ("batch",), names, rows("step")),
         Table(
-            f"{shape}: a prompt of {options.prefill}", "tokens/s", ("",), names,
+            f"{shape}: prompts, {options.prompts} of {options.prefill}", "tokens/s", ("",), names,
             facts("prefill"), False,
         ),
         Table(f"{shape}: the model", "GiB, s, s", ("",), names, facts("GiB", "loading", "start")),
