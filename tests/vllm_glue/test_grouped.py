@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
 from oot_quant.errors import UnsupportedFormat
@@ -21,6 +24,17 @@ from tests.backends.bitsandbytes.test_fused_moe import (
     routing,
 )
 from tests.backends.bitsandbytes.triton_4bit.routing import silu_gated, through_experts
+
+
+@pytest.fixture(autouse=True)
+def workspaces(monkeypatch):
+    """Of plain tensors: what vLLM 0.28 and 0.29 have, also on the CPU, wants an accelerator."""
+
+    def get_simultaneous(*wanted):
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
+
+    manager = SimpleNamespace(get_simultaneous=get_simultaneous)
+    monkeypatch.setattr(modular_kernel, "current_workspace_manager", lambda: manager)
 
 
 class PlainKernel:
