@@ -206,27 +206,29 @@ RIVALS: dict[str, Callable[[Layer], Rival]] = {
 def main() -> None:
     options = arguments("gemm").parse_args()
     copied, multiplied = ceilings()
-    columns = ("floor", *RIVALS)
-    times, errors = [], []
+    tables, errors = [], []
     for name, shape in LAYERS.items():
         layer = Layer(*shape)
         found = {rival: measure(rival, layer) for rival in RIVALS}
+        rows = []
         for tokens in TOKENS:
             moved = layer.packed_bytes + 2 * tokens * sum(shape)
             floor = max(moved / copied, 2 * tokens * shape[0] * shape[1] / multiplied) * 1e6
-            cells = [found[rival].get(tokens, (None, None)) for rival in RIVALS]
-            times.append(((name, str(tokens)), [floor, *(cell[0] for cell in cells)]))
-            errors.append(((name, str(tokens)), [cell[1] for cell in cells]))
+            cells = [found[rival].get(tokens, (None, None))[0] for rival in RIVALS]
+            rows.append(((str(tokens),), [floor, *cells]))
+        title = f"{name}, {shape[0]} x {shape[1]}"
+        tables.append(Table(title, "us", ("tokens",), ("floor", *RIVALS), rows))
+        largest = [max((e for _, e in found[rival].values()), default=None) for rival in RIVALS]
+        errors.append(((name,), largest))
     notes = (
-        f"Weights nf4 in blocks of {BLOCKSIZE}, float32 scales; activations bfloat16. The floor "
-        f"is the longer of reading and writing at {copied / 1e12:.3g} TB/s, what a copy reaches "
-        f"here, and computing at {multiplied / 1e12:.3g} TFLOP/s, what a large product does."
+        f"The linear layers of an 8B Llama. Weights nf4 in blocks of {BLOCKSIZE}, float32 scales; "
+        f"activations bfloat16. The floor is the longer of reading and writing at "
+        f"{copied / 1e12:.3g} TB/s, what a copy reaches here, and computing at "
+        f"{multiplied / 1e12:.3g} TFLOP/s, what a large product does."
     )
-    tables = [
-        Table("Linear layers of an 8B Llama", "us", ("layer", "tokens"), columns, times),
-        Table("Their sum", "us", ("tokens",), columns, totals(times)),
-        Table("Relative error against float64", "1", ("layer", "tokens"), tuple(RIVALS), errors),
-    ]
+    tables.insert(0, total(tables))
+    largest_errors = "Largest error against float64, relative"
+    tables.append(Table(largest_errors, "1", ("layer",), tuple(RIVALS), errors))
     write(options.folder, options.name, tables, notes)
 
 
@@ -303,17 +305,14 @@ def ceilings() -> tuple[float, float]:
     return 2 * size / copy, 2 * side**3 / multiply
 
 
-def totals(
-    times: list[tuple[tuple[str, str], list[float | None]]],
-) -> list[tuple[tuple[str], list[float | None]]]:
+def total(tables: list[Table]) -> Table:
     """The layers' sum by tokens; None where one of them is missing."""
-    sums = []
-    for tokens in map(str, TOKENS):
-        lines = [cells for (_, number), cells in times if number == tokens]
-        columns = zip(*lines, strict=True)
-        total = [None if None in column else sum(filter(None, column)) for column in columns]
-        sums.append(((tokens,), total))
-    return sums
+    rows: list[tuple[tuple[str, ...], list[float | None]]] = []
+    for lines in zip(*(table.rows for table in tables), strict=True):
+        columns = zip(*(cells for _, cells in lines), strict=True)
+        rows.append((lines[0][0], [None if None in c else sum(filter(None, c)) for c in columns]))
+    title = "All four layers: " + ", ".join(LAYERS)
+    return Table(title, "us", ("tokens",), tables[0].columns, rows)
 
 
 if __name__ == "__main__":
