@@ -76,15 +76,15 @@ def preloaded(model: Path, sockets: Path):
 
 
 @pytest.mark.needs_vllm("0.32", "a weight cache")
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("mode", ["zero_copy", "copy"])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("nf4", "zero_copy"), ("nf4", "copy"), ("int8", "zero_copy")]
+)
 def test_weights_that_another_process_keeps(shelf, tmp_path, kind, mode):
     """Without the way back to the files, which would hide that the cache is not used."""
     folder, _, oracle = kinds(shelf, kind)
     with preloaded(folder, tmp_path):
         run = run_engine(
             folder, prompts=PROMPTS, load_format="ipc_cache", gpu_memory_utilization=0.3,
-            enforce_eager=False, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             model_loader_extra_config={
                 "socket_dir": str(tmp_path), "fallback": False, "mode": mode,
             },
