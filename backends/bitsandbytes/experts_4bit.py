@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.oot_quant")
 
 GROUPS = ("w13", "w2")
-LARGEST_AVERAGE = 128
-"""Above so many pairs for each expert, on the average, unpacking all of them costs less."""
+LARGEST_AVERAGE = 256
+"""Above so many pairs for each expert, on the average, unpacking all of them costs less
+(``benchmarks.experts``)."""
 TRIED_AVERAGES = (1, 16, 32)
 """Pairs for each expert, one number for every way to cut a product; and one token is tried."""
 _troubles: dict[object, str | None] = {}

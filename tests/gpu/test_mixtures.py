@@ -31,12 +31,15 @@ from tests.backends.bitsandbytes.test_fused_moe import (
     stored,
 )
 from tests.backends.bitsandbytes.triton_4bit.routing import sort_pairs, through_experts
-from tests.gpu.test_bitsandbytes import NEAR_TIE, PROMPTS
+from tests.gpu.test_bitsandbytes import NEAR_TIE
 from tests.mixtures import packed_mixture, plain_mixture
 from tests.vllm.engine import run_engine
-from tests.vllm.oracle import Oracle, agree
+from tests.vllm.oracle import Oracle
 
 LIMIT = 0.01
+ROUTER_TIE = 0.02
+"""Of a router's shares, which rounding activations to 16 bit moves by half as much."""
+PROMPTS = [[1, 5, 9, 33], [511], *([n, 3 * n % 512] for n in range(10, 500, 20))]
 EXPERTS, TOP_K, ROWS, COLUMNS = 8, 2, 328, 512
 """Sizes for kernels alone; the hidden size does not fill a group of rows, blocks do fill rows."""
 
@@ -204,10 +207,10 @@ def test_what_the_kernels_do_not_take_is_unpacked(tmp_path):
     tensors, unpacked = stored("nf4")
     with torch.device("cuda"):
         layer = serve(tmp_path, "nf4", tensors, dtype=torch.float32)
-        assert classes(layer) is UnpackedExperts
-        x, (shares, chosen) = torch.randn(9, HIDDEN), routing(9)
-        found = layer.quant_method.apply(layer, x, shares.cuda(), chosen.cuda())
-    assert error_of(found.cpu(), reference(x.cpu(), unpacked, (shares, chosen))) < LIMIT
+    assert classes(layer) is UnpackedExperts
+    x, (shares, chosen) = torch.randn(9, HIDDEN), routing(9)
+    found = layer.quant_method.apply(layer, x.cuda(), shares.cuda(), chosen.cuda())
+    assert error_of(found.cpu(), reference(x, unpacked, (shares, chosen))) < LIMIT
 
 
 def test_a_kernel_that_computes_wrongly_is_not_used(tmp_path, monkeypatch, caplog_vllm):
@@ -222,11 +225,11 @@ def test_a_kernel_that_computes_wrongly_is_not_used(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(experts_4bit, "_troubles", {})
     with torch.device("cuda"):
         layer = serve(tmp_path, "nf4", tensors, dtype=torch.bfloat16)
-        assert classes(layer) is UnpackedExperts
-        x, (shares, chosen) = torch.randn(9, HIDDEN).bfloat16(), routing(9)
-        found = layer.quant_method.apply(layer, x, shares.cuda(), chosen.cuda())
+    assert classes(layer) is UnpackedExperts
+    x, (shares, chosen) = torch.randn(9, HIDDEN).bfloat16(), routing(9)
+    found = layer.quant_method.apply(layer, x.cuda(), shares.cuda(), chosen.cuda())
     assert "the error is 0.5" in caplog_vllm.text
-    assert error_of(found.cpu(), reference(x.cpu(), unpacked, (shares, chosen))) < LIMIT
+    assert error_of(found.cpu(), reference(x, unpacked, (shares, chosen))) < LIMIT
 
 
 @pytest.mark.parametrize("options", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=str)
@@ -235,8 +238,7 @@ def test_a_kernel_that_computes_wrongly_is_not_used(tmp_path, monkeypatch, caplo
 def test_biases_and_activations(tmp_path, monkeypatch, name, packed, options):
     if not packed:
         monkeypatch.setattr(experts_4bit, "LARGEST_AVERAGE", -1)
-    with torch.device("cuda"):
-        layer, weights, biases = activated_layer(tmp_path, name, options, torch.bfloat16)
+    layer, weights, biases = activated_layer(tmp_path, name, options, torch.bfloat16, "cuda")
     for tokens in (1, 9):
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         shares, chosen = (value.cuda() for value in routing(tokens))
@@ -249,10 +251,9 @@ def test_biases_and_activations(tmp_path, monkeypatch, name, packed, options):
 def test_router_weights_may_count_before_the_experts(tmp_path, monkeypatch, packed):
     if not packed:
         monkeypatch.setattr(experts_4bit, "LARGEST_AVERAGE", -1)
-    with torch.device("cuda"):
-        layer, weights, biases = activated_layer(
-            tmp_path, "silu", {}, torch.bfloat16, top_k=1, apply_router_weight_on_input=True
-        )
+    layer, weights, biases = activated_layer(
+        tmp_path, "silu", {}, torch.bfloat16, "cuda", top_k=1, apply_router_weight_on_input=True
+    )
     x = torch.randn(5, HIDDEN, device="cuda").bfloat16()
     shares, chosen = (value[:, :1].contiguous().cuda() for value in routing(5))
     found = layer.quant_method.apply(layer, x, shares, chosen)
@@ -295,6 +296,9 @@ def test_a_mixture_in_graphs_agrees_with_transformers(shelf, kind):
         gpu_memory_utilization=0.3, **arguments,
     )  # fmt: skip
     assert run.code == 0, run.log[-4000:]
-    oracle = Oracle.unpacked(packed)
+    oracle, compared = Oracle.unpacked(packed), 0
     for tokens, prompt in zip(run.tokens, PROMPTS, strict=True):
-        assert agree(tokens, oracle.continue_greedily(prompt), NEAR_TIE), tokens
+        sure = oracle.sure_tokens(prompt, NEAR_TIE, ROUTER_TIE)
+        assert tokens[: len(sure)] == sure
+        compared += len(sure)
+    assert compared > 30

@@ -64,6 +64,27 @@ class Oracle:
         return Continuation(ids[len(prompt) :], leads)
 
     @torch.inference_mode()
+    def sure_tokens(self, prompt: Sequence[int], near_tie: float, router_tie: float) -> list[int]:
+        """Of a mixture: greedy tokens up to the first near-tie, also of a router on the way.
+
+        A router that is nearly undecided sends a token to another expert when its scores are
+        rounded otherwise, and all that follows is another text.
+        """
+        found = self.continue_greedily(prompt)
+        ids, top_k = [*prompt, *found.tokens], self.model.config.num_experts_per_tok
+        routers = self.model(torch.tensor([ids]), output_router_logits=True).router_logits
+        shares = torch.stack([r.view(len(ids), -1).softmax(-1) for r in routers])
+        shares = shares.sort(-1, descending=True).values
+        margins = (shares[..., top_k - 1] - shares[..., top_k]).amin(0).cummin(0).values
+        sure = [
+            lead >= near_tie and margin >= router_tie
+            for lead, margin in zip(
+                found.leads, margins[len(prompt) - 1 : -1].tolist(), strict=True
+            )
+        ]
+        return found.tokens[: [*sure, False].index(False)]
+
+    @torch.inference_mode()
     def logprobs(self, ids: Sequence[int], **inputs: torch.Tensor) -> list[float]:
         """inputs: what else the model sees, an image for one."""
         scores = self.model(torch.tensor([list(ids)]), **inputs).logits[0, :-1].log_softmax(-1)

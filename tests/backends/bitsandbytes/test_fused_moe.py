@@ -199,17 +199,18 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def activated_layer(folder, name, options, dtype=torch.float32, **arguments):
-    """A layer with biases, in flight, and what it holds in float64; on torch's default device."""
+def activated_layer(folder, name, options, dtype=torch.float32, device="cpu", **arguments):
+    """A layer with biases, in flight, and what it holds in float64."""
     arguments = {**ACTIVATIONS[name][0], **arguments}
     gated = "ckpt_names" not in arguments
     values = {n: m for n, m in matrices().items() if gated or not n.endswith("up_proj")}
     tensors = {f"{n}.weight": matrix for n, matrix in values.items()}
     tensors |= {f"{n}.bias": torch.randn(len(matrix)) for n, matrix in values.items()}
     config = config_for("bitsandbytes", write_checkpoint(folder, tensors, None), options)
-    layer = build_experts(config, PREFIX, SIZES, has_bias=True, dtype=dtype, **arguments)
-    load_experts(layer, config, [(n, t.to(dtype)) for n, t in tensors.items()])
-    weights = [layer.quant_method.dequantize_all(layer, g).double() for g in ("w13", "w2")]
+    with torch.device(device):
+        layer = build_experts(config, PREFIX, SIZES, has_bias=True, dtype=dtype, **arguments)
+        load_experts(layer, config, [(n, t.to(device, dtype)) for n, t in tensors.items()])
+        weights = [layer.quant_method.dequantize_all(layer, g).double() for g in ("w13", "w2")]
     return layer, weights, (layer.w13_bias, layer.w2_bias)
 
 
