@@ -9,14 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from oot_quant.errors import CheckpointIncomplete, WeightMismatch
 from oot_quant.sharding import granule, items_per_row
 from oot_quant.types import ParameterRule, PerMatrix
 from oot_quant.vllm_glue.linear import (
@@ -25,7 +23,14 @@ from oot_quant.vllm_glue.linear import (
     StoredLinearMethod,
     is_dummy_load,
 )
-from oot_quant.vllm_glue.params import LayerShape, Site, to_matrix
+from oot_quant.vllm_glue.params import (
+    LayerShape,
+    Site,
+    lines_of,
+    not_filled,
+    to_matrix,
+    wrong_size,
+)
 from oot_quant.vllm_glue.reload import keep_old_weights
 
 GATE_UP, DOWN = "w13", "w2"
@@ -156,13 +161,8 @@ def leave_out(  # noqa: PLR0913, PLR0917 - vLLM's signature
 def _copy(target: torch.Tensor, value: torch.Tensor, site: Site) -> None:
     if target.shape != value.shape:
         keep_old_weights()
-        raise WeightMismatch(
-            "a stored tensor does not have the size that its layer needs",
-            where=site.where,
-            found=f"{list(value.shape)}",
-            needed=f"{list(target.shape)}",
-            fix="use a checkpoint made for this model and its config.json",
-        )
+        found, needed = str(list(value.shape)), str(list(target.shape))
+        raise wrong_size(where=site.where, found=found, needed=needed)
     target.copy_(value)
 
 
@@ -172,16 +172,14 @@ def check_filled(layer: Any, part: Part, rules: Sequence[ParameterRule]) -> None
         if rule.poison is None:
             continue
         value = getattr(layer, f"{part.group}_{rule.name}")
-        is_poison = value.isnan() if isnan(rule.poison) else value == rule.poison
-        unfilled = is_poison.all(dim=-1).any(dim=-1).nonzero().flatten().tolist()
+        unfilled = lines_of(rule.poison, value).any(dim=-1).nonzero().flatten().tolist()
         if unfilled:
-            raise CheckpointIncomplete(
-                "a layer of experts was not filled by the checkpoint",
+            raise not_filled(
+                "a layer of experts",
                 where=f"{layer.layer_name}.{part.group}_{rule.name}",
                 found=f"nothing or only a part for {len(unfilled)} of {len(value)} experts here, "
                 f"first {unfilled[0]}",
                 needed="a stored tensor for every matrix of every expert",
-                fix="download or save the checkpoint again",
             )
 
 
@@ -199,12 +197,11 @@ def check_arrived(layer: Any, part: Part) -> None:
     needed = len(getattr(layer, name)) * len(part.shape.rows)
     found = {entry for entry in found if entry[0] >= 0}
     if len(found) < needed and (found or not is_dummy_load()):
-        raise CheckpointIncomplete(
-            "a layer of experts was not filled by the checkpoint",
+        raise not_filled(
+            "a layer of experts",
             where=f"{layer.layer_name}.{name}",
             found=f"{len(found)} of {needed} matrices",
             needed="a stored tensor for every expert",
-            fix="download or save the checkpoint again",
         )
 
 

@@ -95,17 +95,40 @@ def check_filled(layer: LinearBase, rules: Sequence[ParameterRule]) -> None:
     for rule in rules:
         if rule.poison is None:
             continue
-        value = getattr(layer, rule.name)
-        is_poison = value.isnan() if isnan(rule.poison) else value == rule.poison
-        unfilled = is_poison.all(dim=-1)
+        unfilled = lines_of(rule.poison, getattr(layer, rule.name))
         if bool(unfilled.any()):
-            raise CheckpointIncomplete(
-                "a quantized layer was not filled by the checkpoint",
+            raise not_filled(
+                "a quantized layer",
                 where=f"{layer.prefix}.{rule.name}",
                 found=f"{int(unfilled.sum())} of {len(unfilled)} lines were never loaded",
                 needed="a stored tensor for every matrix of the layer",
-                fix="download or save the checkpoint again",
             )
+
+
+def lines_of(poison: float, value: torch.Tensor) -> torch.Tensor:
+    """Which lines along the last axis hold nothing but poison."""
+    is_poison = value.isnan() if isnan(poison) else value == poison
+    return is_poison.all(dim=-1)
+
+
+def not_filled(what: str, *, where: str, found: str, needed: str) -> CheckpointIncomplete:
+    return CheckpointIncomplete(
+        f"{what} was not filled by the checkpoint",
+        where=where,
+        found=found,
+        needed=needed,
+        fix="download or save the checkpoint again",
+    )
+
+
+def wrong_size(*, where: str, found: str, needed: str) -> WeightMismatch:
+    return WeightMismatch(
+        "a stored tensor does not have the size that its layer needs",
+        where=where,
+        found=found,
+        needed=needed,
+        fix="use a checkpoint made for this model and its config.json",
+    )
 
 
 def load_plain_weight(layer: LinearBase) -> Callable[..., None]:
@@ -143,12 +166,10 @@ def to_matrix(items: torch.Tensor, layout: Runs, site: Site, size: int) -> torch
         return items
     expected = stored_items(layout, site.rows, site.columns)
     if items.numel() != expected:
-        raise WeightMismatch(
-            "a stored tensor does not have the size that its layer needs",
+        raise wrong_size(
             where=site.where,
             found=f"{items.numel()} items, shape {list(items.shape)}, {items.dtype}",
             needed=f"{expected} items for a packed {site.rows} x {site.columns} weight",
-            fix="use a checkpoint made for this model and its config.json",
         )
     flat = items.reshape(-1)
     if not is_plain_view(layout, site.columns, size):
@@ -231,12 +252,10 @@ def _per_matrix_loader(
         site = _site(layer, rule, shape, loaded_shard_id)
         value = decode(loaded_weight, site).reshape(-1)
         if value.numel() != param.shape[1]:
-            raise WeightMismatch(
-                "a stored tensor does not have the size that its layer needs",
+            raise wrong_size(
                 where=site.where,
                 found=f"{value.numel()} items",
                 needed=f"{param.shape[1]} items",
-                fix="download or save the checkpoint again",
             )
         for index in shard_members(loaded_shard_id, param.shape[0]):
             param.data[index].copy_(value)
