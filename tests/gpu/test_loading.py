@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def test_fastsafetensors(shelf, kind):
     check(run, oracle)
 
 
+@pytest.fixture
+def sockets():
+    """A folder with a short name: a socket's path may have a hundred characters."""
+    with tempfile.TemporaryDirectory(prefix="oot") as folder:
+        yield Path(folder)
+
+
 @contextlib.contextmanager
 def preloaded(model: Path, sockets: Path):
     """A weight cache daemon that holds a model, as ``vllm preload`` starts it."""
@@ -79,14 +87,14 @@ def preloaded(model: Path, sockets: Path):
 @pytest.mark.parametrize(
     ("kind", "mode"), [("nf4", "zero_copy"), ("nf4", "copy"), ("int8", "zero_copy")]
 )
-def test_weights_that_another_process_keeps(shelf, tmp_path, kind, mode):
+def test_weights_that_another_process_keeps(shelf, sockets, kind, mode):
     """Without the way back to the files, which would hide that the cache is not used."""
     folder, _, oracle = kinds(shelf, kind)
-    with preloaded(folder, tmp_path):
+    with preloaded(folder, sockets):
         run = run_engine(
             folder, prompts=PROMPTS, load_format="ipc_cache", gpu_memory_utilization=0.3,
             model_loader_extra_config={
-                "socket_dir": str(tmp_path), "fallback": False, "mode": mode,
+                "socket_dir": str(sockets), "fallback": False, "mode": mode,
             },
         )  # fmt: skip
         check(run, oracle)
