@@ -81,12 +81,15 @@ def deepseek_v2() -> DeepseekV2Config:
 
 @mixture
 def qwen3_next() -> Qwen3NextConfig:
-    """Linear attention, then full attention; a shared expert beside the others in both."""
+    """Linear attention, then full attention; a shared expert beside the others in both.
+
+    Every token goes to all experts: in bfloat16 the router's choice is that of the rounding.
+    """
     return Qwen3NextConfig(
         **GATED, head_dim=64, layer_types=["linear_attention", "full_attention"],
         linear_key_head_dim=64, linear_value_head_dim=64,
         linear_num_key_heads=2, linear_num_value_heads=4,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+        num_experts=4, num_experts_per_tok=4, moe_intermediate_size=128,
         shared_expert_intermediate_size=256,
     )  # fmt: skip
 
@@ -95,6 +98,7 @@ def plain_mixture(shelf: ModelShelf, name: str) -> Path:
     """A random model in bfloat16, as transformers saves it."""
 
     def make(folder: Path) -> None:
+        torch.manual_seed(0)  # for what transformers draws itself, and is left as it is
         model = MIXTURES[name]()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

@@ -60,24 +60,29 @@ def test_latent_attention_beside_experts_equals_plain_weights(shelf, kind):
     assert ours.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.001)
 
 
+@pytest.mark.needs_vllm("0.30", "an operator on the CPU that routes tokens to experts")
 def test_linear_attention_beside_experts_is_as_exact_as_plain_weights(shelf):
     """In bfloat16, in which alone vLLM computes linear attention on the CPU.
 
-    vLLM's own error on the unpacked weights, against float32, is the measure.
+    vLLM's own error on the unpacked weights, against float32, is the measure. Scales moved by
+    one block, in a single matrix, make it 1.8 to 30 times as large.
     """
     plain = plain_mixture(shelf, "qwen3_next")
     packed = packed_mixture(shelf, plain)
     oracle = Oracle.unpacked(packed)
-    expected = torch.tensor(oracle.logprobs(TEXT))
+    text = [(7 * i * i + 3 * i) % 500 + 4 for i in range(64)]
+    expected = torch.tensor(oracle.logprobs(text))
     errors = []
+    # Up to vLLM 0.31 the state is in bfloat16 unless asked for, which its own kernel refuses.
+    common = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
     for folder, arguments in ((shelf.unpacked(packed), {}), (packed, {}), (plain, IN_FLIGHT)):
-        run = run_engine(folder, prompts=PROMPTS, texts=[TEXT], dtype="bfloat16", **arguments)
+        run = run_engine(folder, prompts=PROMPTS, texts=[text], **common, **arguments)
         assert run.code == 0, run.log[-4000:]
         for prompt, tokens in zip(PROMPTS, run.tokens, strict=True):
             assert agree(tokens, oracle.continue_greedily(prompt), 2 * NEAR_TIE["bfloat16"])
         errors.append(float((torch.tensor(run.logprobs[0]) - expected).norm()))
     unpacked, stored, in_flight = errors
-    assert max(stored, in_flight) < 1.2 * unpacked, errors
+    assert max(stored, in_flight) < 1.5 * unpacked, errors
 
 
 @pytest.mark.parametrize(
