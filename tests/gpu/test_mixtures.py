@@ -31,15 +31,15 @@ from tests.backends.bitsandbytes.test_fused_moe import (
     stored,
 )
 from tests.backends.bitsandbytes.triton_4bit.routing import sort_pairs, through_experts
-from tests.gpu.test_bitsandbytes import NEAR_TIE
 from tests.mixtures import packed_mixture, plain_mixture
 from tests.vllm.engine import run_engine
 from tests.vllm.oracle import Oracle
 
 LIMIT = 0.01
-ROUTER_TIE = 0.02
-"""Of a router's shares, which rounding activations to 16 bit moves by half as much."""
-PROMPTS = [[1, 5, 9, 33], [511], *([n, 3 * n % 512] for n in range(10, 500, 20))]
+NEAR_TIE, ROUTER_TIE = 0.12, 0.02
+"""In bfloat16 transformers itself moves this model's log probabilities by 0.117, and its routers'
+shares by 0.013."""
+PROMPTS = [[1, 5, 9, 33], [511], *([n, 3 * n % 512] for n in range(10, 510, 10))]
 EXPERTS, TOP_K, ROWS, COLUMNS = 8, 2, 328, 512
 """Sizes for kernels alone; the hidden size does not fill a group of rows, blocks do fill rows."""
 
@@ -301,4 +301,4 @@ def test_a_mixture_in_graphs_agrees_with_transformers(shelf, kind):
         sure = oracle.sure_tokens(prompt, NEAR_TIE, ROUTER_TIE)
         assert tokens[: len(sure)] == sure
         compared += len(sure)
-    assert compared > 30
+    assert compared > 40
