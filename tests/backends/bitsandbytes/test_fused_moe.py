@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from oot_quant.errors import CheckpointIncomplete, UnsupportedFormat
 from oot_quant.testing.experts import build_experts, load_experts
 from oot_quant.testing.layers import config_for
+from oot_quant.vllm_glue import experts as experts_room
 from tests.backends.bitsandbytes.stored import (
     SECTION,
     pack,
@@ -414,6 +415,14 @@ def test_experts_of_which_some_are_dense_are_refused_by_name(tmp_path):
     tensors[f"{dense}.weight"] = matrices()[dense]
     config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors))
     with pytest.raises(UnsupportedFormat, match=f"{dense}: unquantized"):
+        build_experts(config, PREFIX, SIZES)
+
+
+def test_a_vllm_that_would_stop_at_a_missing_operator_is_refused(tmp_path, monkeypatch):
+    tensors, _ = stored("nf4")
+    config = config_for("bitsandbytes", write_checkpoint(tmp_path, tensors))
+    monkeypatch.setattr(experts_room, "installed_version", lambda: "0.29.1")
+    with pytest.raises(UnsupportedFormat, match=r"found: vLLM 0\.29\.1"):
         build_experts(config, PREFIX, SIZES)
 
 
