@@ -90,6 +90,33 @@ def capability(facts: Facts, _: Any) -> Outcome:
     return Outcome(Status.OK, f"compute capability {found} is new enough", data=data)
 
 
+def probe_kernel(facts: Facts) -> dict[str, Any]:
+    """What this machine has to build a kernel for its CPU."""
+    from . import cpu_4bit
+
+    return {"avx512": cpu_4bit.has_avx512(), "compiler": cpu_4bit.compiler()}
+
+
+def kernel(facts: Facts, seen: Any) -> Outcome:
+    kind, name = facts.accelerator.get("kind"), facts.accelerator.get("name", "this device")
+    hopper = str(facts.accelerator.get("capability")).startswith("9.")
+    data = {"kind": kind, **seen}
+    if kind == "cuda" and hopper:
+        return Outcome(Status.OK, f"4-bit layers have kernels of their own on {name}", data=data)
+    if kind != "cpu":
+        summary = f"on {name} 4-bit layers are unpacked in each step of more than 4 tokens"
+        return Outcome(Status.INFO, summary, data=data)
+    if not seen["avx512"]:
+        summary = "on a CPU without AVX-512 4-bit layers are unpacked in every step"
+        return Outcome(Status.INFO, summary, data=data)
+    if seen["compiler"] is None:
+        summary = "4-bit layers are several times slower than they could be: no C compiler"
+        fix = Fix("install gcc, or let the variable CC name a compiler.")
+        return Outcome(Status.WARN, summary, fix=fix, data=data)
+    summary = "4-bit layers have a kernel of their own for this CPU's AVX-512"
+    return Outcome(Status.OK, summary, data=data)
+
+
 def dtype(facts: Facts, seen: Any) -> Outcome:
     if not _is_ours(seen):
         return _not_ours("the dtype")
@@ -243,6 +270,14 @@ CHECKS = (
         "bitsandbytes runs on this kind of device",
         capability,
         needs=("env.accelerator",),
+    ),
+    Check(
+        f"{PREFIX}.kernel",
+        GROUP,
+        "4-bit layers are multiplied without unpacking them",
+        kernel,
+        needs=("env.torch", "env.accelerator"),
+        probe=probe_kernel,
     ),
     Check(
         f"{PREFIX}.dtype",

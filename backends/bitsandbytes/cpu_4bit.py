@@ -7,6 +7,7 @@ served by bitsandbytes' own kernels.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 import subprocess
@@ -16,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
-logger = init_logger("vllm.oot_quant.bitsandbytes")
+logger = logging.getLogger("vllm.oot_quant")
 SOURCE = Path(__file__).with_suffix(".c")
 LANES = 16
 COLUMNS = 2 * LANES
@@ -33,7 +33,17 @@ SECONDS = 60
 
 def available() -> bool:
     """Whether the kernel runs on this machine; the first call builds it."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _library() is not None
+    return has_avx512() and _library() is not None
+
+
+def has_avx512() -> bool:
+    """Whether the processor has the instructions that the kernel is made of."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def compiler() -> str | None:
+    """The C compiler that ``CC`` names, or the usual one."""
+    return shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
 
 
 @torch.library.custom_op("oot_quant::cpu_gemm_4bit", mutates_args=())
@@ -109,7 +119,7 @@ def _(
 def _library() -> Any:
     """The compiled functions; None, with the reason logged, if it cannot be had."""
     try:
-        return _build(shutil.which(os.environ.get("CC") or "cc") or "gcc")
+        return _build(compiler() or "cc")
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip()
         logger.warning(
@@ -120,12 +130,12 @@ def _library() -> Any:
         return None
 
 
-def _build(compiler: str) -> Any:
+def _build(command: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         compiled, library = Path(folder, "cpu_4bit.o"), Path(folder, "cpu_4bit.so")
-        _run([compiler, *COMPILE, str(SOURCE), "-o", str(compiled)])
+        _run([command, *COMPILE, str(SOURCE), "-o", str(compiled)])
         # Without -fopenmp, which would name an OpenMP beside the one that PyTorch has loaded.
-        _run([compiler, "-shared", str(compiled), "-o", str(library)])
+        _run([command, "-shared", str(compiled), "-o", str(library)])
         return ctypes.CDLL(str(library))
 
 

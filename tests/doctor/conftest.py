@@ -25,6 +25,7 @@ SEEN = {
     "env.accelerator": H100,
     "backend.bitsandbytes.version": "0.50.2",
     "backend.bitsandbytes.native": {"kind": "Cuda", "device": "cuda", "error": 0.15},
+    "backend.bitsandbytes.kernel": {"avx512": True, "compiler": "/usr/bin/cc"},
     "backend.bitsandbytes.trial": {"device": "cuda", "error": 0.15},
 }
 """What the probes of a healthy machine see, by check."""

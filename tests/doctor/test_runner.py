@@ -190,8 +190,8 @@ def test_without_any_trial_deep_says_so(manager_of, facts, look, monkeypatch):
     [
         (["env.torch"], {"env.torch"}),
         (["plugins"], {row.id for row in table.CORE if row.group == "plugins"}),
-        (["backend bitsandbytes"], {"version", "native", "capability"}),
-        (["backend"], {"version", "native", "capability"}),
+        (["backend bitsandbytes"], {"version", "native", "capability", "kernel"}),
+        (["backend"], {"version", "native", "capability", "kernel"}),
         (["env.python", "env.torch"], {"env.python", "env.torch"}),
     ],
 )

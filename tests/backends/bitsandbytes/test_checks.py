@@ -50,6 +50,30 @@ def test_each_kind_of_device_is_supported_untested_or_refused(kind, capability, 
 
 
 @pytest.mark.parametrize(
+    ("device", "avx512", "compiler", "status", "words"),
+    [
+        ({"kind": "cuda", "capability": "9.0"}, False, None, "ok", "of their own"),
+        ({"kind": "cuda", "capability": "8.9"}, True, "/bin/cc", "info", "more than 4 tokens"),
+        ({"kind": "xpu"}, True, "/bin/cc", "info", "more than 4 tokens"),
+        ({"kind": "cpu"}, True, "/bin/cc", "ok", "AVX-512"),
+        ({"kind": "cpu"}, True, None, "warn", "no C compiler"),
+        ({"kind": "cpu"}, False, "/bin/cc", "info", "without AVX-512"),
+    ],
+)
+def test_how_4_bit_layers_are_multiplied_here(device, avx512, compiler, status, words):
+    found = checks.kernel(facts(name="Device", **device), {"avx512": avx512, "compiler": compiler})
+    assert found.status.value == status
+    assert words in found.summary
+    assert (found.fix is not None) == (status == "warn")
+
+
+def test_the_probe_of_the_kernel_reads_this_machine(monkeypatch):
+    monkeypatch.setenv("CC", "a-compiler-that-is-not-there")
+    monkeypatch.setenv("PATH", "")
+    assert checks.probe_kernel(facts())["compiler"] is None
+
+
+@pytest.mark.parametrize(
     ("dtype", "capability", "status"),
     [
         ("bfloat16", "8.0", "ok"),
