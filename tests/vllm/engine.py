@@ -31,14 +31,16 @@ TIMEOUT_SECONDS = 500
 class Run:
     """What an engine did.
 
-    ``tokens`` are the greedy continuations, ``logprobs`` those of each scored text's tokens but
-    the first, ``pooled`` the vectors of a pooling model; ``log`` is all that was printed.
+    ``tokens`` are the greedy continuations, ``leads`` by how much each token was ahead of the
+    second best (if asked for), ``logprobs`` those of each scored text's tokens but the first,
+    ``pooled`` the vectors of a pooling model; ``log`` is all that was printed.
     A text about an image is the last of the scored ones, ``expanded`` as the engine saw it.
     """
 
     code: int
     log: str
     tokens: list[list[int]] = field(default_factory=list)
+    leads: list[list[float]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
     pooled: list[list[float]] = field(default_factory=list)
     expanded: list[int] = field(default_factory=list)
@@ -50,6 +52,7 @@ def run_engine(
     prompts: Sequence[Sequence[int]] = (),
     texts: Sequence[Sequence[int]] = (),
     max_tokens: int = 16,
+    leads: bool = False,
     lora: Path | None = None,
     choices: Sequence[str] = (),
     image: tuple[Path, Sequence[int]] | None = None,
@@ -69,6 +72,7 @@ def run_engine(
         "prompts": prompts,
         "texts": texts,
         "max_tokens": max_tokens,
+        "leads": leads,
         "lora": str(lora) if lora else None,
         "choices": list(choices),
         "image": (str(image[0]), image[1]) if image else None,
@@ -190,6 +194,8 @@ def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
 
     lora = LoRARequest("adapter", 1, request["lora"]) if request["lora"] else None
     limits: dict[str, Any] = {"ignore_eos": True}
+    if request["leads"]:
+        limits["logprobs"] = 2
     if request["choices"]:
         limits = {"structured_outputs": StructuredOutputsParams(choice=request["choices"])}
 
@@ -202,18 +208,26 @@ def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         file, ids = request["image"]
         texts.append({"prompt_token_ids": ids, "multi_modal_data": {"image": Image.open(file)}})
     tokens: list[list[int]] = []
+    leads: list[list[float]] = []
     logprobs: list[list[float]] = []
     expanded: list[int] = []
     if request["prompts"]:
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
         outputs = ask(prompts, max_tokens=request["max_tokens"], **limits)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        if request["leads"]:
+            leads = [[_lead(best) for best in output.outputs[0].logprobs] for output in outputs]
     for text in texts:
         (output,) = ask([text], max_tokens=1, prompt_logprobs=0)
         expanded = list(output.prompt_token_ids)
         scored = zip(expanded[1:], output.prompt_logprobs[1:], strict=True)
         logprobs.append([entry[token].logprob for token, entry in scored])
-    return {"tokens": tokens, "logprobs": logprobs, "expanded": expanded}
+    return {"tokens": tokens, "leads": leads, "logprobs": logprobs, "expanded": expanded}
+
+
+def _lead(best: Mapping[int, Any]) -> float:
+    first, second = sorted((entry.logprob for entry in best.values()), reverse=True)[:2]
+    return float(first - second)
 
 
 def _pool(llm: Any, request: Mapping[str, Any]) -> list[list[float]]:

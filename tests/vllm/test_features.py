@@ -76,6 +76,10 @@ def test_drafts_do_not_change_what_is_said(shelf: ModelShelf, quantized: str):
     assert run.tokens == alone.tokens
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported() and not torch.cpu._is_amx_tile_supported(),
+    reason="vLLM has an fp8 cache only on processors with AVX-512 or AMX",
+)
 def test_an_fp8_cache_serves_quantized_weights_like_any(shelf: ModelShelf):
     quantized = shelf.quantized(shelf.llama(), nested=True)
     runs = [
